@@ -85,7 +85,7 @@ class PrunedUnits:
     """Prunes half of the units of the last rank's blocks in a model that is not sharded.
 
     A pruned unit is set to zero before the block's second layer, so it adds nothing to the output, and its weights get
-    no gradient. ``tests/parallel/layers/test_block_resize.py`` shows that a resized block trains like this.
+    no gradient. ``tests/parallel/layers/test_training_loops.py`` shows that a resized block trains like this.
     """
 
     def __init__(self, model: VisionTransformer, run: Run, interval: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..layers.block import Block
-from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
+from ..layers.column_migration import COLUMN_EXCHANGES, BroadcastReduce, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
 from ..layers.unit_exchange import UnitExchange, bucket_numbers
@@ -27,7 +27,7 @@ from .divide import (
 )
 from .modes import LayerKind
 from .plan import BalancePlan, Traffic
-from .pruning import ColumnSelector, Pruner, Target
+from .pruning import ColumnSelector, Pruner, Target, cost_of
 from .resharding import Resharding
 
 
@@ -69,13 +69,13 @@ class Applier:
         self._blocks = list(blocks)
         self._layers = [layer for layer in layers.values() if id(layer) not in inside]
         self._config = config
-        self._targets = [*map(Target, self._layers), *map(Target, self._blocks)]
-        self._costs = [target.cost for target in self._targets]
+        self._targets: list[Target] = [*self._layers, *self._blocks]
+        self._costs = [*map(cost_of, self._targets)]
         self._pruning = Pruner(self._targets, config.rules, config.largest_resize, iterations_per_interval)
         self._transport = transport
         # Layers that are in no block migrate by the paper's method.
         self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration
-        self._column_exchange: ColumnExchange | None = None
+        self._column_exchange: BroadcastReduce | None = None
         self._unit_exchange: UnitExchange | None = None
         if transport is not None:
             self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
@@ -86,37 +86,37 @@ class Applier:
         """Kinds that are balanced. Layers and blocks know their kind by its place in this list."""
         self._plan: BalancePlan | None = None
         self._resharding = resharding
-        self._for_good = False
+        self.for_good = False
         self._uneven: frozenset[int] = frozenset()
         """Numbers of the blocks whose units are permanently re-sharded."""
-        self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
+        self.shares = Shares(loads=tuple(kind.full for kind in self.kinds))
 
     def _number_kinds(self) -> list[LayerKind]:
         """Give each target its kind: blocks with the same sizes are one kind, and all other layers another one."""
         self._kind_of = [None] * len(self._targets)
         numbers: dict[str, int] = {}
         # Kinds of blocks come first: a plan has their counts in this order.
-        for place, target in sorted(enumerate(self._targets), key=lambda item: item[1].block is None):
-            if target.block is not None:
-                shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in target.block.parameters]
-                sizes = f"{target.columns} units of {shapes}"
+        for place, target in sorted(enumerate(self._targets), key=lambda item: not isinstance(item[1], Block)):
+            if isinstance(target, Block):
+                shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in target.parameters]
+                sizes = f"{target.units} units of {shapes}"
             elif self._columns_stay:
                 continue
             else:
                 sizes = "columns"
             number = numbers.setdefault(sizes, len(numbers))
             self._kind_of[place] = number
-            target.set_kind(number)
+            target.kind = number
+            for layer in target.layers if isinstance(target, Block) else ():
+                layer.kind = number  # which it marks in the clock
         total = sum(cost for cost, kind in zip(self._costs, self._kind_of, strict=True) if kind is not None)
         kinds = []
         for number in range(len(numbers)):
             members = [place for place, kind in enumerate(self._kind_of) if kind == number]
             first = self._targets[members[0]]
             weight = sum(self._costs[place] for place in members) / total
-            if first.block is None:
-                kinds.append(LayerKind(None, 1, weight))
-            else:
-                kinds.append(LayerKind(first.columns, effective_grain(first.columns), weight))
+            units = first.units if isinstance(first, Block) else None
+            kinds.append(LayerKind(units, 1 if units is None else effective_grain(units), weight))
         return kinds
 
     def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
@@ -139,10 +139,6 @@ class Applier:
         assert self._unit_exchange is not None
         return self._unit_exchange
 
-    @property
-    def shares(self) -> Shares:
-        return self._shares
-
     def prune(self, ratio: float) -> None:
         """Prune ``ratio`` of the work of a single rank from the next forward pass on."""
         self.apply(BalancePlan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
@@ -151,7 +147,7 @@ class Applier:
         """Apply this rank's part of ``plan`` from the next iteration on; call it on all ranks of the group. With
         ``for_good``, units of blocks move once where that is possible, or back; others migrate in each iteration."""
         self._plan = plan
-        self._for_good = for_good
+        self.for_good = for_good
         if plan.units or any((*plan.resize, *plan.migrate)):
             for block in self._blocks:
                 block.drops_by_unit = True
@@ -165,10 +161,6 @@ class Applier:
     def sees_more(self, asks_for_heads: bool) -> bool:
         """True if somebody on this rank sees inside of a block whose units need not stay so far."""
         return any(not block.stays and block.is_seen(asks_for_heads) for block in self._blocks)
-
-    @property
-    def is_for_good(self) -> bool:
-        return self._for_good
 
     def keep(self, stays: Sequence[bool]) -> bool:
         """Fix the blocks with ``stays``, equal on all ranks, from the next plan on; returns whether any changes."""
@@ -217,23 +209,24 @@ class Applier:
         divisions = self._divide(self._plan)
         kept = []
         for target, ratio, division in zip(self._targets, ratios, divisions, strict=True):
-            share = 0.0 if target.block is not None and target.block.stays else float(ratio)
-            kept.append(max(1, kept_count(target.columns, share) - division.given(rank)))
+            share = 0.0 if isinstance(target, Block) and target.stays else float(ratio)
+            kept.append(max(1, kept_count(target.contraction_columns, share) - division.given(rank)))
         self._assign_layers(ratios, divisions)
         self._assign_blocks(kept, divisions)
-        self._shares = self._measure(kept, divisions)
+        self.shares = self._measure(kept, divisions)
 
     def _divide(self, plan: BalancePlan) -> list[Division]:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if target.block is not None and (target.block.stays or target.block.moves is False):
-                divisions.append(divide(target.columns, idle))
-            elif plan.units and target.block is not None:
+            columns = target.contraction_columns
+            if isinstance(target, Block) and (target.stays or target.moves is False):
+                divisions.append(divide(columns, idle))
+            elif plan.units and isinstance(target, Block):
                 assert kind is not None
-                divisions.append(divide_counts(target.columns, plan.units[kind]))
+                divisions.append(divide_counts(columns, plan.units[kind]))
             else:
-                divisions.append(divide(target.columns, idle if kind is None else plan))
+                divisions.append(divide(columns, idle if kind is None else plan))
         return divisions
 
     def _assign_layers(self, ratios: np.ndarray, divisions: Sequence[Division]) -> None:
@@ -255,7 +248,7 @@ class Applier:
             if self._resharding is not None:
                 self._unit_exchange.release(self._blocks)
                 self._uneven = self._resharding.arrange(
-                    moves if self._for_good else [()] * len(moves), self._unit_exchange.largest_growth[1]
+                    moves if self.for_good else [()] * len(moves), self._unit_exchange.largest_growth[1]
                 )
             migrates = [number not in self._uneven for number in range(len(moves))]
             self._unit_exchange.assign(
@@ -275,15 +268,16 @@ class Applier:
             zip(self._targets, self._kind_of, self._costs, kept, divisions, strict=True), -len(self._layers)
         ):
             given, taken = division.given(self._rank), division.taken(self._rank)
+            columns = target.contraction_columns
             if kind is not None:
-                loads[kind] += cost * (kept_units + taken) / target.columns
+                loads[kind] += cost * (kept_units + taken) / columns
                 costs[kind] += cost
-            resized += cost * (target.columns - given - kept_units) / target.columns
+            resized += cost * (columns - given - kept_units) / columns
             if number in self._uneven:
-                resharded += cost * given / target.columns
+                resharded += cost * given / columns
             else:
-                migrated += cost * given / target.columns
-            received += cost * taken / target.columns
+                migrated += cost * given / columns
+            received += cost * taken / columns
         total = sum(self._costs) or 1
         loads = [kind.full * load / cost for kind, load, cost in zip(self.kinds, loads, costs, strict=True)]
         return Shares(resized / total, migrated / total, resharded / total, received / total, tuple(loads))

@@ -15,13 +15,13 @@ from torch import nn
 
 from ..colossalai_support.user_hooks import is_from
 from ..common.ranks import of_every_rank
-from ..layers.block import Block, attach_blocks
+from ..layers.block import HOOKS, Block, attach_blocks
 from ..layers.dropout import draw_residual_dropout_equally
 from ..layers.language_head import attach_head_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
 from ..layers.partial_gradients import Shapes, sum_partial_gradients
 from ..layers.transport import Transport
-from .apply import columns_stay
+from .apply import Applier, columns_stay
 from .balancer import Balancer
 from .clock import IterationClock
 from .config import BalanceConfig
@@ -60,14 +60,12 @@ def attach_balancer(
     if config.mode not in ("off", "resize") and not divided:
         # Migrated work is exact only if all ranks hold the same activations.
         draw_residual_dropout_equally(model, tp_group)
-
-    def make_resharding(transport: Transport) -> Resharding | None:
-        if memory is None or not config.reshards or not blocks:
-            return None
-        return Resharding(model, blocks, transport, groups.exchange, memory)
-
+    transport, resharding = Transport(groups.migration), None
+    if memory is not None and config.reshards and blocks:
+        resharding = Resharding(model, blocks, transport, groups.exchange, memory)
+    applier = Applier(layers, blocks, config, iterations_per_interval, transport, clock, resharding)
     return Balancer(
-        *(layers, blocks, config, clock, groups, iterations_per_interval, make_resharding, report_every, on_report),
+        *(layers, config, clock, groups, transport, applier, resharding, report_every, on_report),
         reports=reports,
         may_switch_off=may_switch_off,
     )
@@ -129,7 +127,6 @@ def _possible(
 # A copy, such as a moving average of the weights, computes what the model does, but is not balanced. Of this package's
 # hooks it has those that sum partial gradients, so that it can be trained. It shares the process groups.
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -162,7 +159,7 @@ def _copy(model: nn.Module, shared: tuple[object, ...], memo: dict[int, Any]) ->
     kept = [
         (module, name, {key: hook for key, hook in getattr(module, name).items() if not is_from(hook, (_PACKAGE,))})
         for module in model.modules()
-        for name in _HOOKS
+        for name in HOOKS
     ]
     memo.update((id(getattr(module, name)), type(getattr(module, name))(hooks)) for module, name, hooks in kept)
     own = vars(model).pop("__deepcopy__")

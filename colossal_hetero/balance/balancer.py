@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ..common.ranks import is_lost_connection
-from ..layers.block import Block
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport, is_out_of_memory
 from .apply import Applier, Shares
@@ -54,16 +53,16 @@ class Balancer:
     def __init__(
         self,
         layers: Mapping[str, HeteroLinear],
-        blocks: Sequence[Block],
         config: BalanceConfig,
         clock: IterationClock,
         groups: Groups,
-        iterations_per_interval: int,
-        make_resharding: Callable[[Transport], Resharding | None] = lambda transport: None,
-        report_every: int = 50,
-        on_report: Callable[[], None] | None = None,
-        reports: bool = False,
-        may_switch_off: bool = False,
+        transport: Transport,
+        applier: Applier,
+        resharding: Resharding | None,
+        report_every: int,
+        on_report: Callable[[], None] | None,
+        reports: bool,
+        may_switch_off: bool,
     ) -> None:
         self.config = config
         self._may_switch_off = may_switch_off
@@ -71,14 +70,10 @@ class Balancer:
         self._clock = clock
         self._groups = groups
         self._exchange = groups.exchange
-        self._transport = Transport(groups.migration)
+        self._transport, self._applier, self._resharding = transport, applier, resharding
         self._plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
         self._knows_costs = config.mode not in ("semi", "auto")
-        self._resharding = make_resharding(self._transport)
-        self._applier = Applier(
-            *(layers, blocks, config, iterations_per_interval, self._transport, clock, self._resharding)
-        )
         if self.active and config.mode != "resize":
             # At boost: NCCL has memory of its own, which torch's cache takes away later.
             self._transport.connect(next(iter(layers.values())).matrix.device)
@@ -200,7 +195,7 @@ class Balancer:
                 *(sum(seen), len(seen)),
             )
         if not self._is_idle:
-            self._plan = self._adopt(self._plan, self._applier.is_for_good)
+            self._plan = self._adopt(self._plan, self._applier.for_good)
 
     def _agree_on_seen(self) -> None:
         """Let all ranks know which blocks somebody sees inside. Collective over the group."""
@@ -427,7 +422,8 @@ class Balancer:
         self._plan = self._adopt(plan, for_good)
         self._latest.plan_changed(self._iteration)
         if self._changes is not None:
-            self._changes.changed(self._iteration, self._plan, self._speed.known_work())
+            times = self._speed.equal_work() if self._speed.is_known else None
+            self._changes.changed(self._iteration, self._plan, times)
         self._migration_seconds = []
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
@@ -438,7 +434,7 @@ class Balancer:
     def _reshard_if_due(self) -> None:
         """Re-shard the units that migrate permanently if their owners have been slow for long. Collective."""
         sharding = self._resharding
-        if sharding is None or self._applier.is_for_good or self._plan == self._not_for_good:
+        if sharding is None or self._applier.for_good or self._plan == self._not_for_good:
             return
         if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
             return

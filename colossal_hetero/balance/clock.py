@@ -2,11 +2,9 @@
 
 A mark ends a part of the iteration. A CUDA clock records events, and reads them when the device has passed them, so
 that the host never waits. An event takes the host some microseconds, so there are none for inner parts, except in
-iterations that are measured in detail.
-
-Layers that are balanced give their kind with each mark. The time of a kind is its own work between two collectives of
-such layers. Balancing cannot change the time between other marks (loading data, the embedding, the loss, the optimizer
-step), and in other collectives a rank may wait.
+iterations that are measured in detail. Layers that are balanced give their kind with each mark. The time of a kind is
+its own work between two collectives of such layers. Balancing cannot change the time between other marks (loading data,
+the embedding, the loss, the optimizer step), and in other collectives a rank may wait.
 
 [Note: overlapped products] On a GPU, dW of a column-parallel layer runs beside the all-reduce of dX, whose kernels take
 16 to 32 of 132 multiprocessors, all the time on a rank that waits for others: fast ranks would look slower than they

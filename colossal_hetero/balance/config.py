@@ -56,11 +56,9 @@ class Pruning:
     """Seed of what is drawn: random columns, and columns between which a rule does not decide."""
 
     def __post_init__(self) -> None:
-        _check_choice("resizing", self.resizing, get_args(Resizing))
-        _check_choice("reference", self.reference, get_args(Reference))
-        _check_choice("priority", self.priority, get_args(Priority))
-        _check_choice("imputation", self.imputation, get_args(Imputation))
-        _check_choice("ratio_form", self.ratio_form, get_args(RatioForm))
+        kinds = dict(resizing=Resizing, reference=Reference, priority=Priority)
+        for name, kind in (kinds | dict(imputation=Imputation, ratio_form=RatioForm)).items():
+            _check_choice(name, getattr(self, name), get_args(kind))
         if not 0.0 <= self.resize_overhead < 1.0:
             raise ValueError(f"resize_overhead={self.resize_overhead} is outside [0, 1): a share of the products' time")
         if self.resize_ratio != "auto":
@@ -238,15 +236,8 @@ def _check_count(name: str, value: int | None, minimum: int) -> None:
 def _columns(priority: Priority, resize_ratio: float | Literal["auto"] = "auto") -> dict[str, Any]:
     """Resizing alone as in the paper; a ratio per layer as printed."""
     form: RatioForm = "printed" if priority == "priority-diff" else "budgeted"
-    pruning = Pruning(
-        priority=priority,
-        ratio_form=form,
-        resize_ratio=resize_ratio,
-        resizing="column",
-        reference="mean",
-        resize_overhead=0.0,
-    )
-    return {"mode": "resize", "pruning": pruning}
+    rules = Pruning(priority=priority, ratio_form=form, resize_ratio=resize_ratio, resizing="column")
+    return {"mode": "resize", "pruning": replace(rules, reference="mean", resize_overhead=0.0)}
 
 
 _PAPER: dict[str, dict[str, Any]] = {

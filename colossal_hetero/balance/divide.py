@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from .plan import BalancePlan, Traffic, Volume
 
@@ -42,32 +41,17 @@ class Division:
     moves: tuple[Move, ...]
     """Units that are given away, by sender and then ascending: the last units of each sender, without gaps."""
 
-    @cached_property
-    def _given(self) -> tuple[int, ...]:
-        return tuple(sum(move.units for move in self.moves if move.sender == rank) for rank in range(len(self.pruned)))
-
-    @cached_property
-    def _taken(self) -> tuple[int, ...]:
-        return tuple(
-            sum(move.units for move in self.moves if move.receiver == rank) for rank in range(len(self.pruned))
-        )
-
     def given(self, rank: int) -> int:
         """The number of units that the rank gives away: its last ones."""
-        return self._given[rank]
+        return sum(move.units for move in self.moves if move.sender == rank)
 
     def taken(self, rank: int) -> int:
         """The number of other ranks' units that the rank computes."""
-        return self._taken[rank]
+        return sum(move.units for move in self.moves if move.receiver == rank)
 
     def kept(self, rank: int) -> int:
         """The number of its own units that the rank computes, at least one."""
-        return self.units - self._given[rank] - self.pruned[rank]
-
-    @property
-    def loads(self) -> tuple[float, ...]:
-        """Amount that each rank computes; 1.0 means exactly its own units."""
-        return tuple((self.kept(rank) + self.taken(rank)) / self.units for rank in range(len(self.pruned)))
+        return self.units - self.given(rank) - self.pruned[rank]
 
 
 def effective_grain(units: int, grain: int = GRAIN) -> int:
@@ -76,18 +60,13 @@ def effective_grain(units: int, grain: int = GRAIN) -> int:
 
 
 def divide(units: int, plan: BalancePlan, grain: int = GRAIN) -> Division:
-    """The plan's shares in whole units, for a layer or block with ``units`` units per rank.
-
-    A rank keeps a multiple of the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is
-    rounded to the nearest grain. Giving away is rounded to the grains for which sender and receivers finish closest to
-    each other; that is mostly up, because a unit takes the slow sender longer. Receivers take units in proportion to
-    the plan, in whole grains by largest remainder; one of them also takes what is left of ``units``. Receivers are
-    numbered as in SEMI, Sec. IV-B: ``r' = (r + e − s) mod e`` for receiver ``r`` and first sender ``s``. Ranges are
-    assigned in that order, so two ranks exchange at most one range.
-
-    Raises:
-        ValueError: ``units`` or ``grain`` is below one.
-    """
+    """The plan's shares in whole units, for a layer or block with ``units`` units per rank. A rank keeps a multiple of
+    the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is rounded to the nearest
+    grain. Giving away is rounded to the grains for which sender and receivers finish closest to each other; that is
+    mostly up, because a unit takes the slow sender longer. Receivers take units in proportion to the plan, in whole
+    grains by largest remainder; one of them also takes what is left of ``units``. Receivers are numbered as in SEMI,
+    Sec. IV-B: ``r' = (r + e − s) mod e`` for receiver ``r`` and first sender ``s``. Ranges are assigned in that order,
+    so two ranks exchange at most one range."""
     if units < 1 or grain < 1:
         raise ValueError(f"units={units} and grain={grain} must be at least 1")
     ranks = len(plan.resize)
@@ -169,21 +148,9 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
 
 
 # Traffic -------------------------------------------------------------------------------------------------------------
-# Amount that a migration sends, by formula: tests compare it with counts, the pre-test computes times from it. Columns
-# are sent one message after the other. Units of blocks travel between many pairs of ranks at the same time, so the rank
-# that waits for most counts. Elements, for every sender and layer, with ``M`` rows of all micro-batches, ``N`` outputs,
-# and ``c`` columns that a sender migrates to ``q`` receivers in a group of ``e`` ranks:
-#
-# ==================  =============================================  ==================================================
-# method              column-parallel layer                          row-parallel layer
-# ==================  =============================================  ==================================================
-# broadcast-reduce    broadcast (e−1)(Nc + MN), reduce (e−1)MN,      broadcast (e−1)(Nc + Mc),
-#                     point to point Nc                              point to point Mc + Nc
-# scatter-gather      point to point 2Nc + 2qMN + Mc                 point to point 2Nc + 2Mc + qMN
-# ==================  =============================================  ==================================================
-#
-# ``Nc`` must be multiplied by the number of micro-batches. A ``block`` sends twice the elements of its migrated units,
-# weights and gradients, in each pass; a pipeline's schedule sends weights in the first one only, which is not counted.
+# Amount that a migration sends, by formula (docs/algorithms.md, 1.4 and 1.5): tests compare it with counts, the
+# pre-test computes times from it. Columns are sent one message after the other. Units of blocks travel between many
+# pairs of ranks at the same time, so the rank that waits for most counts.
 
 
 @dataclass(frozen=True)
@@ -270,10 +237,7 @@ def block_ports(
             if bucket == first:
                 waited += Volume(0, given_bytes + taken_bytes)
         ports.append(
-            Port(
-                sent=sent + Volume(len(weight_messages), 0),
-                waited=waited if first is None else waited + Volume(1, 0),
-            )
+            Port(sent=sent + Volume(len(weight_messages), 0), waited=waited if first is None else waited + Volume(1, 0))
         )
     return ports
 

@@ -275,7 +275,11 @@ class GroupSpeed:
     @property
     def is_attentive(self) -> bool:
         """True if every iteration matters now: speeds are not known yet, or a rank's speed may have changed."""
-        return self._expected is None or self._skip > 0 or self._settling or any(self._runs)
+        return not self.is_known or self._skip > 0 or self._settling or any(self._runs)
+
+    @property
+    def is_known(self) -> bool:
+        return self._expected is not None
 
     @property
     def uncertainty(self) -> float:
@@ -292,10 +296,6 @@ class GroupSpeed:
             for kind in range(len(kinds))
         ]
         return UnitWork(kinds, lines, self.scale)
-
-    def known_work(self) -> list[RankTimes] | None:
-        """:meth:`equal_work`, or None before the first iterations are known."""
-        return None if self._expected is None else self.equal_work()
 
     def at_full_share(self, rank: int, work_seconds: float, movable: float, loads: Sequence[float]) -> RankTimes:
         """A rank's times at its full share, from those of an iteration with these ``loads`` by kind."""

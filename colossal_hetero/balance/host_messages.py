@@ -80,9 +80,7 @@ class Exchange:
         return votes.bool().tolist()
 
     def all_agree(self, yes: bool) -> bool:
-        vote = torch.tensor([yes], dtype=torch.int64)
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(vote.item())
+        return self.anywhere([not yes]) == [False]
 
 
 _DIFFERENT_PLANS = (

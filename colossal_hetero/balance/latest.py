@@ -26,13 +26,8 @@ NAMES = [each.name for each in fields(WorkRecord)]
 
 
 class LatestIterations:
-    """Every rank's medians over its latest iterations with the same plan, at most ``interval`` of them.
-
-    Args:
-        group: all ranks, over Gloo.
-        tensor_parallel: the tensor-parallel groups, as lists of global ranks.
-        interval: iterations between two exchanges.
-    """
+    """Medians of every rank of ``group`` (all ranks, over Gloo) over its latest iterations with the same plan, at most
+    ``interval`` of them, which is also how many lie between two exchanges."""
 
     def __init__(self, group: dist.ProcessGroup, tensor_parallel: Sequence[Sequence[int]], interval: int) -> None:
         self._group, self._tensor_parallel, self._interval = group, tensor_parallel, interval
@@ -114,12 +109,7 @@ NOTABLE = 0.05
 
 
 class ChangeTeller:
-    """Says once for each change of the plan what it has done to the time of an iteration.
-
-    Args:
-        ranks: the tensor-parallel group, as global ranks.
-        say: what to do with a sentence.
-    """
+    """Says once for each change of the plan of a group of global ``ranks`` what it has done to an iteration's time."""
 
     def __init__(self, ranks: Sequence[int], say: Callable[[str], None]) -> None:
         self._ranks, self._say = ranks, say

@@ -111,18 +111,9 @@ def decide(
     whole units of each kind of blocks if nothing may be pruned and ``units`` are given, otherwise shares of all work.
 
     A rank's work is reduced by shares only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by
-    more than the threshold. A plan that reduces the work of a rank that is no longer slow is dropped.
-
-    Args:
-        times: by rank.
-        costs: of pruning and migrating.
-        config: the mode and its settings.
-        current: the plan so far.
-        uncertainty: of the times, as a share of them; the threshold if None. A plan is replaced only if that does not
-            explain the difference.
-        units: the work of blocks, by kind.
-        max_received: the largest share of its own work that a receiver has memory for.
-    """
+    more than the threshold. A plan that reduces the work of a rank that is no longer slow is dropped. The ``current``
+    one is replaced only if the ``uncertainty`` of the times, a share of them (None: the threshold), does not explain
+    the difference. ``max_received`` is the largest share of its own work that a receiver has memory for."""
     if config.mode == "off":
         return BalancePlan.idle(len(times))
     if units is not None and config.is_exact and any(kind.units is not None for kind in units.kinds):
@@ -143,12 +134,7 @@ def decide(
 
 
 def _decide_units(
-    work: UnitWork,
-    costs: Costs,
-    config: BalanceConfig,
-    current: BalancePlan,
-    uncertainty: float,
-    max_received: float,
+    work: UnitWork, costs: Costs, config: BalanceConfig, current: BalancePlan, uncertainty: float, max_received: float
 ) -> BalancePlan:
     """The fastest division of the whole units of each kind of blocks, which prunes nothing. Every block ends at a
     collective, so kinds are independent. Layers that are divided by columns get the resulting shares of all work."""

@@ -13,30 +13,13 @@ from .ratios import resize_ratios
 RESERVE = 1e-3
 """Minimum share of its work that a rank keeps, so that its speed can still be measured."""
 
-# [Note: the optimum]
-# Every rank's work must be done by a deadline t. A slow rank i with T_i > t prunes a share γ and gives away a share μ,
-#     T_i − μ M_i + [γ > 0] Ω1 M_i − (1 − Ω2) γ M_i ≤ t,   γ ≤ γ_max,   γ + μ ≤ 1 − RESERVE,
-# and pruning alone does not bring it below T_min. A rank that is early has room for (t − its work) / (Φ2 M_i) of
-# others' work; a slow rank may be early because it prunes. For each rank and deadline there are two options: not to
-# prune, or to prune as much as is allowed. So the minimum share d_i(t) that rank i gives away, and the maximum share
-# c_i(t) that it can take, are each the better one of two piecewise linear functions. Of all deadlines with D(t) = Σ d_i
-# ≤ C(t) = Σ c_i we look for the one that minimizes
-#     F(t) = t + Φ1(D(t)),   Φ1(0) = 0.
-# D decreases and C increases with t, so the feasible deadlines are all those from some point on. F is linear between
-# the points where some d_i changes its slope. Its minimum is therefore at one of these points, at the first feasible
-# deadline, or at the earliest deadline that can be met without migration.
-#
-# Without pruning, d_i as t decreases is 0 until T_i, and then has slope −1/M_i until E_i, where all but the reserve is
-# given away. With pruning γ̂_i it is 0 until P_i = T_i + Ω1 M_i − (1 − Ω2) γ̂_i M_i, and then has slope −1/M_i until R_i,
-# where all but the reserve is pruned or given away. For smaller t the rank prunes less to be able to give away more,
-# with slope −1/(Ω2 M_i), until S_i, where it is better not to prune at all.
+# [Note: the optimum] (docs/algorithms.md, 1.6) Of all deadlines t with ``D(t) = Σ d_i(t) ≤ C(t) = Σ c_i(t)``, what
+# ranks have to give away and have room for, the one is taken that minimizes ``t + Φ1(D(t))``. D decreases and C
+# increases with t, and both are piecewise linear, so only their corners and the first feasible deadline are tried.
 
 
 def optimal_plan(
-    times: Sequence[RankTimes],
-    costs: Costs,
-    max_resize: float,
-    straggler_margin: float = 0.0,
+    times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0
 ) -> BalancePlan:
     """The plan with the shortest predicted iteration time, and of these the one that prunes least, no rank below T_min.
     A rank gives or receives, never both; it may both prune and receive if another one has reached its limit."""

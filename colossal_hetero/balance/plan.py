@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import add
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -145,12 +146,10 @@ class Traffic:
     reduce: Volume = Volume()
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.point_to_point + other.point_to_point, self.broadcast + other.broadcast, self.reduce + other.reduce
-        )
+        return Traffic(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.point_to_point * times, self.broadcast * times, self.reduce * times)
+        return Traffic(*(volume * times for volume in vars(self).values()))
 
 
 @dataclass(frozen=True)

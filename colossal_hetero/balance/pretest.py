@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import ArrayLike
 from rich.console import Console
 from torch import Tensor
 
@@ -102,15 +103,10 @@ def measure_costs(measurement: CostMeasurement) -> Costs:
     group, device = measurement.group, measurement.device
     resized, received = _time_products(measurement)
     everyone = np.median(_gather([*resized, *received], group, device), axis=0)
-    resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
-    receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
-    links = {}
-    for kind, send in _message_kinds(group).items():
-        links[kind] = fit_link(*_time_messages(send, group, device))
-    communication = []
-    for share in MIGRATED_SHARES:
-        sent = measurement.traffic(share)
-        communication.append(sum(link.seconds(getattr(sent, kind)) for kind, link in links.items()))
+    resize_fixed, resize_per_share, receive_factor = fit_products(everyone[: len(resized)], everyone[len(resized) :])
+    links = {kind: fit_link(*_time_messages(send, group, device)) for kind, send in _message_kinds(group).items()}
+    traffic = [measurement.traffic(share) for share in MIGRATED_SHARES]
+    communication = [sum(link.seconds(getattr(sent, kind)) for kind, link in links.items()) for sent in traffic]
     fixed_seconds, seconds_per_share = fit_affine(MIGRATED_SHARES, communication)
     costs = Costs(resize_fixed, resize_per_share, fixed_seconds, seconds_per_share, receive_factor)
     # Processors that round differently may get fits that differ in the last bit.
@@ -119,15 +115,10 @@ def measure_costs(measurement: CostMeasurement) -> Costs:
     return Costs(*message.tolist())
 
 
-def fit_resize(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> tuple[float, float]:
-    """``(Ω1, Ω2)``, in units of the time of the dense product."""
-    return fit_affine(shares, np.asarray(ratios) - (1.0 - np.asarray(shares)))
-
-
-def fit_receive_factor(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> float:
-    """The factor of Φ2: the slope of a line through the origin, fitted to the times of products."""
-    x, y = np.asarray(shares), np.asarray(ratios)
-    return float(x @ y) / float(x @ x)
+def fit_products(resized: ArrayLike, received: ArrayLike) -> tuple[float, float, float]:
+    """``(Ω1, Ω2, Φ2)`` from times of products, in units of the dense one; Φ2 is the slope of a line through 0."""
+    pruned, taken = np.array(RESIZED_SHARES), np.array(RECEIVED_SHARES)
+    return *fit_affine(pruned, np.asarray(resized) - (1.0 - pruned)), float(taken @ received) / float(taken @ taken)
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
@@ -241,16 +232,12 @@ class _Products:
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
     start = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize()
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Messages ---------------------------------------------------------------------------------------------------------

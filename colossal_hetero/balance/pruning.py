@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,14 +21,18 @@ SAMPLED_ROWS = 128
 """Number of a matrix's rows from which its columns' norms are estimated."""
 
 
-class ColumnSelector(ABC):
-    """Chooses a layer's kept columns; see :data:`.Selector`."""
+class ColumnSelector:
+    """Chooses a layer's kept columns (:data:`.Selector`): those of the largest ``‖X[:, i]‖·‖W[:, i]‖``, the score of
+    column-row sampling, which minimizes the expected error of a sampled matrix product (Drineas, Kannan and Mahoney
+    2006). Other rules are subclasses."""
 
-    @abstractmethod
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
         """The kept columns, int64 ``[count]`` ascending, for ``x [M, L]`` and ``weight [N, L]``."""
+        # Squared norms have the same order as norms.
+        score = _squared_norms(x) * _squared_norms(weight)
+        return score.topk(count, sorted=False).indices.sort().values
 
-    def end_interval(self, weight: Tensor) -> None:  # noqa: B027  (most rules have no history)
+    def end_interval(self, weight: Tensor) -> None:
         """End an interval of the priority rules (an epoch), after which the weight is ``weight [N, L]``."""
 
     def candidate_share(self, threshold: float) -> Tensor:
@@ -47,16 +49,6 @@ class RandomColumns(ColumnSelector):
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
         drawn = torch.randperm(weight.shape[1], generator=self._generator, device=weight.device)[:count]
         return drawn.sort().values
-
-
-class NormProduct(ColumnSelector):
-    """Keeps the columns of the largest ``‖X[:, i]‖·‖W[:, i]‖``: the score of column-row sampling, which minimizes the
-    expected error of a sampled matrix product (Drineas, Kannan and Mahoney 2006)."""
-
-    def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
-        # Squared norms have the same order as norms.
-        score = _squared_norms(x) * _squared_norms(weight)
-        return _largest(score, count)
 
 
 class WeightVariation(ColumnSelector):
@@ -98,15 +90,11 @@ def _squared_norms(matrix: Tensor) -> Tensor:
     return matrix[:: max(1, matrix.shape[0] // SAMPLED_ROWS)].float().square().sum(0)
 
 
-def _largest(score: Tensor, count: int) -> Tensor:
-    return score.topk(count, sorted=False).indices.sort().values
-
-
 def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
     if rule == "random":
         return RandomColumns(seed, weight.device)
     if rule == "norm-product":
-        return NormProduct()
+        return ColumnSelector()
     assert rule in ("priority", "priority-diff")
     return WeightVariation(weight, seed)
 
@@ -114,37 +102,15 @@ def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
 # Targets -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is pruned: a layer by its contraction columns, or a block by its units."""
+Target = HeteroLinear | Block
+"""What is pruned: a layer by its contraction columns, or a block by its units."""
 
-    owner: HeteroLinear | Block
 
-    @property
-    def block(self) -> Block | None:
-        return self.owner if isinstance(self.owner, Block) else None
-
-    @property
-    def columns(self) -> int:
-        return self.owner.units if isinstance(self.owner, Block) else self.owner.contraction_columns
-
-    @property
-    def cost(self) -> int:
-        """The work of its products, in any unit."""
-        if isinstance(self.owner, Block):
-            return self.owner.elements_per_unit * self.owner.units
-        return self.owner.matrix.numel()
-
-    @property
-    def matrix(self) -> Tensor:
-        """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
-        return self.owner.matrices[1] if isinstance(self.owner, Block) else self.owner.matrix
-
-    def set_kind(self, kind: int) -> None:
-        """Tell the layers which kind they mark in the clock."""
-        self.owner.kind = kind
-        for layer in self.owner.layers if isinstance(self.owner, Block) else ():
-            layer.kind = kind
+def cost_of(target: Target) -> int:
+    """The work of its products, in any unit."""
+    if isinstance(target, Block):
+        return target.elements_per_unit * target.units
+    return target.matrix.numel()
 
 
 class Pruner:
@@ -179,7 +145,7 @@ class Pruner:
         """γ of every target, float64 ``[targets]``."""
         if self._ratio == 0.0 or self._rules.priority != "priority-diff":
             return np.full(len(self._targets), self._ratio)
-        costs = [target.cost for target in self._targets]
+        costs = [cost_of(target) for target in self._targets]
         return layer_ratios(self._ratio, self._candidates, costs, self._rules, self._max_resize)
 
     def end_iteration(self) -> bool:

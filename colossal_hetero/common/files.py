@@ -97,16 +97,12 @@ def _in_words(error: Any, names: Sequence[str]) -> str:
         "too_short": "must not be empty",
         "string_too_short": "must not be empty",
         "too_long": f"must have at most {limits.get('max_length')} values",
-        "int_type": "must be a whole number",
-        "int_from_float": "must be a whole number",
-        "int_parsing": "must be a whole number",
-        "float_type": "must be a number",
-        "float_parsing": "must be a number",
+        **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "must be a whole number"),
+        **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
         "string_type": "must be text",
         "bool_type": "must be true or false",
         "tuple_type": "must be a list",
-        "model_type": "must be an object",
-        "dict_type": "must be an object",
+        **dict.fromkeys(("model_type", "dict_type"), "must be an object"),
     }
     if kind == "value_error":
         return f"{place}: {limits['error']}" if place else str(limits["error"])
@@ -145,18 +141,10 @@ class FilePart(BaseModel):
 File = TypeVar("File", bound=FilePart)
 
 
-def load_json_file(
-    path: Path | str,
-    model: type[File],
-    *,
-    kind: str,
-    schema: int,
-    remedy: str = "",
-    other_kind: Callable[[Mapping[str, Any]], str | None] = lambda content: None,
-) -> File:
-    """Read a JSON file; arguments as in :func:`check_file`."""
+def load_json_file(path: Path | str, model: type[File], **options: Any) -> File:
+    """Read a JSON file; ``options`` as of :func:`check_file`."""
     text, content = read_json(path)
-    return check_file(str(path), content, text, model, kind=kind, schema=schema, remedy=remedy, other_kind=other_kind)
+    return check_file(str(path), content, text, model, **options)
 
 
 def check_file(

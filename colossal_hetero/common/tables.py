@@ -31,12 +31,7 @@ def make_table(
     styles: Mapping[int, str] | None = None,
     title: str | None = None,
 ) -> Table:
-    """A table with one space between its columns.
-
-    Args:
-        lines: the cells of each row; None is a line between the rows before and after it.
-        styles: by the number of a line, such as ``bold``.
-    """
+    """A table with the cells of each row, None for a line between two; ``styles`` are by the number of a row."""
     table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, padding=0, title=title, title_justify="left")
     for index, cells in enumerate(lines):
         if cells is None:

@@ -30,7 +30,7 @@ from .workload import Context, Selector, Surrounded, is_recorded, uncompiled, va
 # Units of a block must not migrate if somebody sees what a rank computes inside of it: a caller who asks for attention
 # maps or keys, a hook, a replaced forward pass, or a module of the user's own, which may keep what it sees.
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MODELS = (*OWN_PACKAGES, "timm", "transformers")
 """Packages whose forward passes keep nothing that they compute, unless they are asked to."""
@@ -38,11 +38,11 @@ _MODELS = (*OWN_PACKAGES, "timm", "transformers")
 
 def is_seen(modules: Iterable[nn.Module]) -> bool:
     """True if somebody sees what passes through any of ``modules``, which are inside of a block."""
-    if any(_has_others(getattr(torch_module, f"_global{hooks}").values(), OWN_PACKAGES) for hooks in _HOOKS):
+    if any(_has_others(getattr(torch_module, f"_global{hooks}").values(), OWN_PACKAGES) for hooks in HOOKS):
         return True
     for module in modules:
         attributes = vars(module)
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             if attributes[hooks] and _has_others(attributes[hooks].values(), OWN_PACKAGES):
                 return True
         if "forward" in attributes and _has_others([attributes["forward"]], _MODELS):
@@ -171,6 +171,15 @@ class Block:
             for tensors, places in zip(self.parameters, self.places, strict=True)
             for tensor, place in zip(tensors, places, strict=True)
         )
+
+    @property
+    def contraction_columns(self) -> int:
+        return self.units
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weights ``[a, U]`` with one column per unit."""
+        return self.matrices[1]
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:

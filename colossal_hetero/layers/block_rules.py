@@ -35,11 +35,12 @@ _LLAMA = BlockRule(_SEPARATE_QKV, "o_proj", 1, "", _HEADS, _WIDTHS, ("attention_
 
 _GATED_MLP = BlockRule(("gate_proj", "up_proj"), "down_proj")
 
-_BERT = BlockRule(
-    ("self.query", "self.key", "self.value"),
-    *("output.dense", 1, "self", ("num_attention_heads",), ("num_attention_heads", "all_head_size")),
-    ("self.dropout", "self.dropout_prob"),
-)
+
+def _bert(holder: str, dropouts: tuple[str, ...]) -> BlockRule:
+    inputs = (f"{holder}.query", f"{holder}.key", f"{holder}.value")
+    units = ("num_attention_heads",)
+    return BlockRule(inputs, "output.dense", 1, holder, units, (*units, "all_head_size"), dropouts)
+
 
 _BERT_MLP = BlockRule(("intermediate.dense",), "output.dense")
 
@@ -56,23 +57,13 @@ RULES: dict[str, BlockRule] = {
     "timm.GluMlp": BlockRule(("fc1",), "fc2", 2, dropouts=("drop1",)),
     "timm.SwiGLU": BlockRule(("fc1_g", "fc1_x"), "fc2", dropouts=("drop1",)),
     # transformers
-    "transformers.BertAttention": _BERT,
+    "transformers.BertAttention": _bert("self", ("self.dropout", "self.dropout_prob")),
     "transformers.BertLayer": _BERT_MLP,
-    "transformers.ViTAttention": BlockRule(
-        ("attention.query", "attention.key", "attention.value"),
-        *("output.dense", 1, "attention", ("num_attention_heads",), ("num_attention_heads", "all_head_size")),
-        ("attention.dropout_prob",),
-    ),
+    "transformers.ViTAttention": _bert("attention", ("attention.dropout_prob",)),
     "transformers.ViTLayer": _BERT_MLP,
     "transformers.GPT2Attention": BlockRule(
-        ("c_attn",),
-        "c_proj",
-        3,
-        "",
-        ("num_heads",),
-        ("num_heads", "split_size", "embed_dim"),
-        ("attn_dropout",),
-        ("is_cross_attention",),
+        *(("c_attn",), "c_proj", 3, "", ("num_heads",), ("num_heads", "split_size", "embed_dim")),
+        *(("attn_dropout",), ("is_cross_attention",)),
     ),
     "transformers.GPT2MLP": BlockRule(("c_fc",), "c_proj"),
     "transformers.GPTJAttention": BlockRule(
@@ -112,11 +103,7 @@ RULES: dict[str, BlockRule] = {
         ("qkv",), "projection", 3, "", ("num_heads",), ("num_heads", "embed_dim"), ("dropout",)
     ),
     "transformers.Blip2MLP": BlockRule(("fc1",), "fc2"),
-    "transformers.Blip2QFormerAttention": BlockRule(
-        ("attention.query", "attention.key", "attention.value"),
-        *("output.dense", 1, "attention", ("num_attention_heads",), ("num_attention_heads", "all_head_size")),
-        ("attention.dropout",),
-    ),
+    "transformers.Blip2QFormerAttention": _bert("attention", ("attention.dropout",)),
     "transformers.Blip2QFormerLayer": BlockRule(("intermediate_query.dense",), "output_query.dense"),
 }
 """Rules by ``package.Class``, which subclasses inherit. Attention with a bias per head (T5, BLOOM, Falcon with ALiBi)

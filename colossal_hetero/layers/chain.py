@@ -1,10 +1,7 @@
-"""Pipelines of timm's models that are chains of modules, such as VGG, ConvNeXt, ResNet or EfficientNet.
-
-ADAPT (chapter 6) unrolls a model into layers to a *depth* that the user gives. Here the model, its ``Sequential``
-modules and those that have some are unrolled as long as one pass shows that each child takes exactly what the child
-before returns. The chain is cut before modules with weights of two or more dimensions: norms, activations and pooling,
-which may work in place, stay with what comes before them.
-"""
+"""Pipelines of timm's models that are chains of modules, such as VGG, ConvNeXt, ResNet or EfficientNet. The model, its
+``Sequential`` modules and those that have some are unrolled (ADAPT, chapter 6) as long as one pass shows that each
+child takes exactly what the child before returns. The chain is cut before modules with weights of two or more
+dimensions: norms, activations and pooling, which may work in place, stay with what comes before them."""
 
 from __future__ import annotations
 

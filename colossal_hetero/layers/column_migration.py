@@ -1,22 +1,9 @@
-"""Migration of contraction columns, product by product (SEMI, Sec. IV-A): the column form.
-
-A *sender* ``s`` gives the columns ``P`` of its product to *receivers*; receiver ``r`` computes ``P_r ⊂ P``. Notation as
-in :mod:`.product`: M rows, L contraction columns and N outputs of a rank's weight.
-
-===============  =================================================  =================================================
-layer            forward                                            backward
-===============  =================================================  =================================================
-column-parallel  ``W_s[:, P]`` is sent;                             ``dY_s`` is sent;
-                 ``X[:, P_r] W_s[:, P_r]ᵀ`` is summed on s          ``dY_s W_s[:, P_r]`` belongs to dX,
-                                                                    ``dY_sᵀ X[:, P_r]`` returns as dW_s[:, P_r]
-row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` are sent;          ``dY W_s[:, P_r]`` returns as dX_s[:, P_r],
-                 ``X_s[:, P_r] W_s[:, P_r]ᵀ`` belongs to Y          ``dYᵀ X_s[:, P_r]`` as dW_s[:, P_r]
-===============  =================================================  =================================================
-"""
+"""Migration of contraction columns, product by product (SEMI, Sec. IV-A): the column form. A *sender* gives the columns
+``P`` of its product to *receivers*; receiver ``r`` computes ``P_r ⊂ P``. What is sent in the forward and the backward
+pass is in docs/algorithms.md, 1.4; the notation is that of :mod:`.product`."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +14,7 @@ from torch import Tensor
 
 from ..colossalai_support.corrections import without_second_derivatives
 from .product import ProductContext, run
-from .transport import Pending, Started, Transport
+from .transport import Transport
 from .workload import Slowdown, matrix_view
 
 
@@ -49,71 +36,21 @@ def moved_count(moves: Iterable[MovedRange]) -> int:
     return sum(move.stop - move.start for move in moves)
 
 
-class ColumnExchange(ABC):
-    merges: bool
+class BroadcastReduce:
+    """The paper's method: broadcasts, in which fast ranks forward data for the slow one, and reductions. ``moves`` are
+    those of one sender; ``like`` has the dtype and device."""
+
+    merges = True
     """True if a receiver adds terms of dX or Y to its own product, for the all-reduce that runs in any case."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
-    @abstractmethod
     def distribute(
         self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
     ) -> list[Tensor | None]:
         """Send each receiver its columns of ``given [rows, |P|]``, which is None except on the sender. Returns, for
-        every move, ``[rows, stop − start]`` on its receiver, else None. ``like`` has the dtype and device."""
-
-    @abstractmethod
-    def broadcast(
-        self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
-    ) -> Tensor | None:
-        """Send all of ``given`` (of ``shape``; None except on the sender) to every receiver of one sender. Returns it
-        on these ranks; other ranks may get None. ``like`` has the dtype and device."""
-
-    @abstractmethod
-    def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
-        """Add every receiver's ``result`` to the sender's in place; results of other ranks may be overwritten."""
-
-    def gather(
-        self,
-        moves: Sequence[MovedRange],
-        results: Sequence[Tensor | None],
-        into: Tensor | None,
-        like: Tensor,
-        rows: int,
-    ) -> Pending:
-        """Start returning every receiver's ``[rows, stop − start]`` to its sender; waiting stores them in ``into``, the
-        sender's whole matrix ``[rows, L]`` (None on other ranks)."""
-        rank = self.transport.rank
-        sends = [
-            (move.sender, result.contiguous())
-            for move, result in zip(moves, results, strict=True)
-            if move.receiver == rank and result is not None
-        ]
-        parts = [(move, like.new_empty(rows, move.stop - move.start)) for move in moves if move.sender == rank]
-        started = self.transport.exchange(sends, [(move.receiver, part) for move, part in parts])
-        return _GatheredColumns(started, parts, into)
-
-
-class _GatheredColumns(Pending):
-    def __init__(self, started: Started, parts: Sequence[tuple[MovedRange, Tensor]], into: Tensor | None) -> None:
-        self._started, self._parts, self._into = started, parts, into
-
-    def wait(self) -> None:
-        self._started.wait()
-        for move, part in self._parts:
-            assert self._into is not None
-            self._into[:, move.start : move.stop] = part
-
-
-class BroadcastReduce(ColumnExchange):
-    """The paper's method: broadcasts, in which fast ranks forward data for the slow one, and reductions."""
-
-    merges = True
-
-    def distribute(
-        self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
-    ) -> list[Tensor | None]:
+        every move, ``[rows, stop − start]`` on its receiver, else None."""
         first, last = moves[0].start, moves[-1].stop
         whole = self.broadcast(moves, given, (rows, last - first), like)
         return [
@@ -126,15 +63,40 @@ class BroadcastReduce(ColumnExchange):
     def broadcast(
         self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
     ) -> Tensor | None:
+        """Send all of ``given`` (of ``shape``; None except on the sender) to every receiver. Returns it on these ranks;
+        other ranks may get None."""
         whole = like.new_empty(shape) if given is None else given.contiguous()
-        self.transport.broadcast(whole, moves[0].sender).wait()
+        self.transport.broadcast(whole, moves[0].sender)
         return whole
 
     def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
-        self.transport.reduce(result, moves[0].sender).wait()
+        """Add every receiver's ``result`` to the sender's in place; results of other ranks may be overwritten."""
+        self.transport.reduce(result, moves[0].sender)
+
+    def gather(
+        self,
+        moves: Sequence[MovedRange],
+        results: Sequence[Tensor | None],
+        into: Tensor | None,
+        like: Tensor,
+        rows: int,
+    ) -> None:
+        """Return every receiver's ``[rows, stop − start]`` to the sender, which stores them in ``into``, its whole
+        matrix ``[rows, L]`` (None on other ranks)."""
+        rank = self.transport.rank
+        sends = [
+            (move.sender, result.contiguous())
+            for move, result in zip(moves, results, strict=True)
+            if move.receiver == rank and result is not None
+        ]
+        parts = [(move, like.new_empty(rows, move.stop - move.start)) for move in moves if move.sender == rank]
+        self.transport.exchange(sends, [(move.receiver, part) for move, part in parts]).wait()
+        for move, part in parts:
+            assert into is not None
+            into[:, move.start : move.stop] = part
 
 
-class ScatterGather(ColumnExchange):
+class ScatterGather(BroadcastReduce):
     """The method that the paper compares with: the sender exchanges messages with each receiver."""
 
     merges = False
@@ -177,17 +139,14 @@ class ScatterGather(ColumnExchange):
             self.transport.exchange([(sender, result)], []).wait()
 
 
-COLUMN_EXCHANGES: dict[str, type[ColumnExchange]] = {
-    "broadcast-reduce": BroadcastReduce,
-    "scatter-gather": ScatterGather,
-}
+COLUMN_EXCHANGES = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
 
 
 @dataclass(frozen=True)
 class ColumnMigration:
     """Assignment of one layer's columns to ranks; the same on all ranks of the group."""
 
-    exchange: ColumnExchange
+    exchange: BroadcastReduce
     moves: tuple[MovedRange, ...]
     """Grouped by sender, in ascending order of their columns; each sender gives away its last columns."""
 
@@ -319,7 +278,7 @@ class _MigratedProduct(torch.autograd.Function):
                     dw_results[move.sender, move.start] = _product(their_dy.t(), part_x, how.slow_down)
             how.mark("matmul")
             if not (how.column_parallel and exchange.merges):
-                exchange.gather(moves, results, dx if rank == sender else None, dy, dy.shape[0]).wait()
+                exchange.gather(moves, results, dx if rank == sender else None, dy, dy.shape[0])
                 how.mark("migration")
         handle = None
         if how.group is not None:
@@ -332,7 +291,7 @@ class _MigratedProduct(torch.autograd.Function):
             how.mark("matmul" if handle is None else "overlapped")
             for moves in how.migration.by_sender:
                 results = [dw_results.get((move.sender, move.start)) for move in moves]
-                exchange.gather(moves, results, dw if rank == moves[0].sender else None, dw, outputs).wait()
+                exchange.gather(moves, results, dw if rank == moves[0].sender else None, dw, outputs)
             how.mark("migration")
             dw = how.layout.from_matrix(dw)
         db = dy.sum(dim=0) if ctx.use_bias else None

@@ -139,9 +139,8 @@ class UnitDropout(TorchFunctionMode):
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
-    if device.type == "cpu":
-        generator = torch.default_generator
-    else:
+    generator = torch.default_generator
+    if device.type != "cpu":
         backend = getattr(torch, device.type)
         generator = backend.default_generators[backend.current_device() if device.index is None else device.index]
     state = generator.get_state()
@@ -156,37 +155,26 @@ def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
 # BLIP-2, GPT-2, GPT-J and T5 draw it separately on each rank (``DropoutForParallelInput``). Then a unit gives another
 # result on another rank, and parameters that all ranks hold get different gradients.
 
-_RESIDUAL: dict[str, tuple[str, ...]] = {
-    "BertForMultipleChoice": ("dropout",),
-    "BertForSequenceClassification": ("dropout",),
-    "BertForTokenClassification": ("dropout",),
-    "BertOutput": ("dropout",),
-    "BertSelfOutput": ("dropout",),
-    "Blip2QFormerModel": ("dropout",),
-    "Blip2QFormerOutput": ("dropout",),
-    "Blip2QFormerSelfOutput": ("dropout",),
-    "GPT2Attention": ("resid_dropout",),
-    "GPT2ForTokenClassification": ("dropout",),
-    "GPT2MLP": ("dropout",),
-    "GPT2Model": ("drop",),
-    "GPTJAttention": ("resid_dropout",),
-    "GPTJMLP": ("dropout",),
-    "GPTJModel": ("drop",),
-    "T5ForTokenClassification": ("dropout",),
-    "T5LayerCrossAttention": ("dropout",),
-    "T5LayerFF": ("dropout",),
-    "T5LayerSelfAttention": ("dropout",),
-    "T5Stack": ("dropout",),
+_RESIDUAL = {
+    "dropout": {
+        *("BertForMultipleChoice", "BertForSequenceClassification", "BertForTokenClassification", "BertOutput"),
+        *("BertSelfOutput", "Blip2QFormerModel", "Blip2QFormerOutput", "Blip2QFormerSelfOutput", "GPT2MLP", "GPTJMLP"),
+        *("GPT2ForTokenClassification", "T5ForTokenClassification", "T5LayerCrossAttention", "T5LayerFF"),
+        *("T5LayerSelfAttention", "T5Stack"),
+    },
+    "resid_dropout": {"GPT2Attention", "GPTJAttention"},
+    "drop": {"GPT2Model", "GPTJModel"},
 }
-"""Attributes that hold such dropout, by the class of ``transformers``."""
+"""Classes of ``transformers`` by the attribute that holds such dropout."""
 
 
 def draw_residual_dropout_equally(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Let all ranks of the tensor-parallel ``group`` draw the masks of such dropout that its first rank draws."""
     for module in model.modules():
-        names = {name for kind in type(module).__mro__ for name in _RESIDUAL.get(kind.__name__, ())}
-        for dropout in (getattr(module, name, None) for name in sorted(names)):
-            if isinstance(dropout, DropoutForParallelInput):
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        for name, holders in _RESIDUAL.items():
+            dropout = getattr(module, name, None)
+            if isinstance(dropout, DropoutForParallelInput) and kinds & holders:
                 # Colossal-AI adds the rank to the seed.
                 dropout.randomizer = Randomizer(dropout.randomizer.seed - dist.get_rank(group))
                 dropout.__class__ = DropoutForReplicatedInput
@@ -204,27 +192,20 @@ def randomizers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Random
 def repeated_dropout(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of a forward pass that begins now, and of its repetition: ``context_fn`` of torch's ``checkpoint``."""
     # A randomizer replaces the tensors of its state, and does not change them.
-    before = [(each, _state(each)) for _, each in randomizers_of(module.modules())]
+    before = [(each, vars(each).copy()) for _, each in randomizers_of(module.modules())]
     return nullcontext(), _as_before(before)
 
 
 @contextmanager
-def _as_before(before: list[tuple[Randomizer, tuple[Tensor, Tensor]]]) -> Iterator[None]:
-    now = [(randomizer, _state(randomizer)) for randomizer, _ in before]
-    _restore(before)
+def _as_before(before: list[tuple[Randomizer, dict[str, Any]]]) -> Iterator[None]:
+    now = [(randomizer, vars(randomizer).copy()) for randomizer, _ in before]
     try:
+        for randomizer, state in before:
+            vars(randomizer).update(state)
         yield
     finally:
-        _restore(now)
-
-
-def _state(randomizer: Randomizer) -> tuple[Tensor, Tensor]:
-    return randomizer.device_rng_state, randomizer.cpu_rng_state
-
-
-def _restore(states: list[tuple[Randomizer, tuple[Tensor, Tensor]]]) -> None:
-    for randomizer, (device_state, cpu_state) in states:
-        randomizer.device_rng_state, randomizer.cpu_rng_state = device_state, cpu_state
+        for randomizer, state in now:
+            vars(randomizer).update(state)
 
 
 # Seeded passes -------------------------------------------------------------------------------------------------------
@@ -295,12 +276,9 @@ class SeededPasses:
 
 
 def _generators() -> list[torch.Generator]:
-    """Those of the host and of this process's GPU. ``torch.manual_seed`` also notes a stack trace for every kind of
-    device that is not in use, which takes longer than a small block."""
-    found = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
+    """Those of the host and of this process's GPU, faster than ``torch.manual_seed`` by more than a small block."""
+    on_gpu = torch.cuda.is_initialized()
+    return [torch.default_generator, *([torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else [])]
 
 
 def _seed(seed: int) -> None:

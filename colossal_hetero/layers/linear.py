@@ -17,10 +17,7 @@ from colossalai.shardformer.layer import (
     Linear1D_Row,
     VocabParallelLMHead1D,
 )
-from colossalai.shardformer.layer._operation import (
-    gather_forward_split_backward,
-    split_forward_gather_backward,
-)
+from colossalai.shardformer.layer._operation import gather_forward_split_backward, split_forward_gather_backward
 from colossalai.shardformer.layer.qkv_fused_linear import (
     gather_forward_split_backward_fused_qkv,
     split_forward_gather_backward_fused_qkv,
@@ -30,13 +27,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
-from .product import (
-    ProductContext,
-    SequenceParts,
-    parallel_product,
-    sum_outputs,
-    sum_parts,
-)
+from .product import ProductContext, SequenceParts, parallel_product, sum_outputs, sum_parts
 from .unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT, WeightLayout
 from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, traced, uncompiled, values_of
 
@@ -203,12 +194,7 @@ class HeteroLinear:
         lineage = self._columns_for(x)
         if migration is not None:
             context = MigratedProductContext(
-                self._layout,
-                group,
-                lineage,
-                clock=self.clock,
-                kind=self.kind,
-                slow_down=self.slow_down,
+                *(self._layout, group, lineage, None, self.clock, self.kind, self.slow_down),
                 migration=migration,
                 column_parallel=self._column_parallel,
             )
@@ -269,16 +255,16 @@ class _HeteroColumnParallel(HeteroLinear):
         layer: Any = self
         y = self._multiply(x, None if layer.skip_bias_add else layer.bias, layer.process_group)
         if layer.gather_output:
-            y = self._gather(y)
+            if hasattr(layer, "split_sizes"):
+                y = gather_forward_split_backward_fused_qkv(y, layer.split_sizes, layer.process_group)
+            else:
+                y = gather_forward_split_backward(y, dim=-1, process_group=layer.process_group)
             self._mark("communication")
         y = self._without_padding(y)
         return (y, layer.bias) if layer.skip_bias_add else y
 
     def _without_padding(self, y: Tensor) -> Tensor:
         return y
-
-    def _gather(self, y: Tensor) -> Tensor:
-        return gather_forward_split_backward(y, dim=-1, process_group=self.process_group)  # type: ignore[attr-defined]
 
 
 class _HeteroRowParallel(HeteroLinear):
@@ -289,8 +275,10 @@ class _HeteroRowParallel(HeteroLinear):
 
     def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self
-        if not layer.parallel_input:
-            x = self._split(x)
+        if not layer.parallel_input and hasattr(layer, "split_sizes"):
+            x = split_forward_gather_backward_fused_qkv(x, layer.split_sizes, layer.process_group)
+        elif not layer.parallel_input:
+            x = split_forward_gather_backward(x, dim=-1, process_group=layer.process_group)
         y = self._multiply(x, None, None)
         sequence = self.sequence_parts
         y = sum_outputs(y, layer.process_group) if sequence is None else sum_parts(y, sequence, self._mark)
@@ -298,9 +286,6 @@ class _HeteroRowParallel(HeteroLinear):
         if layer.skip_bias_add:
             return y, layer.bias
         return y if layer.bias is None else y + layer.bias
-
-    def _split(self, x: Tensor) -> Tensor:
-        return split_forward_gather_backward(x, dim=-1, process_group=self.process_group)  # type: ignore[attr-defined]
 
 
 class HeteroLinear1D_Col(_HeteroColumnParallel, Linear1D_Col):
@@ -326,15 +311,9 @@ class HeteroVocabParallelLMHead1D(_HeteroColumnParallel, VocabParallelLMHead1D):
 class HeteroFusedLinear1D_Col(_HeteroColumnParallel, FusedLinear1D_Col):
     """Column-parallel fused linear layer (q, k and v in one weight); see Colossal-AI's ``FusedLinear1D_Col``."""
 
-    def _gather(self, y: Tensor) -> Tensor:
-        return gather_forward_split_backward_fused_qkv(y, self.split_sizes, self.process_group)
-
 
 class HeteroFusedLinear1D_Row(_HeteroRowParallel, FusedLinear1D_Row):
     """Row-parallel fused linear layer; see Colossal-AI's ``FusedLinear1D_Row``."""
-
-    def _split(self, x: Tensor) -> Tensor:
-        return split_forward_gather_backward_fused_qkv(x, self.split_sizes, self.process_group)
 
 
 class HeteroGPT2FusedLinearConv1D_Col(_HeteroColumnParallel, GPT2FusedLinearConv1D_Col):
@@ -342,14 +321,21 @@ class HeteroGPT2FusedLinearConv1D_Col(_HeteroColumnParallel, GPT2FusedLinearConv
 
     _layout = CONV1D_LAYOUT
 
-    def _gather(self, y: Tensor) -> Tensor:
-        return gather_forward_split_backward_fused_qkv(y, self.split_sizes, self.process_group)
-
 
 class HeteroGPT2FusedLinearConv1D_Row(_HeteroRowParallel, GPT2FusedLinearConv1D_Row):
     """Row-parallel ``Conv1D`` of GPT-2, weight ``[K/e, N]``; see Colossal-AI's ``GPT2FusedLinearConv1D_Row``."""
 
     _layout = CONV1D_LAYOUT
+
+
+HETERO_LAYERS: dict[type, type[HeteroLinear]] = {
+    kind.__bases__[1]: kind
+    for kind in (
+        *(HeteroLinear1D_Col, HeteroLinear1D_Row, HeteroFusedLinear1D_Col, HeteroFusedLinear1D_Row),
+        *(HeteroGPT2FusedLinearConv1D_Col, HeteroGPT2FusedLinearConv1D_Row, HeteroVocabParallelLMHead1D),
+    )
+}
+"""Layer of this package by Colossal-AI's exact class; other subclasses are not replaced."""
 
 
 def hetero_layers(model: nn.Module) -> dict[str, HeteroLinear]:

@@ -11,21 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.shardformer.layer import (
-    Embedding1D,
-    FusedLinear1D_Col,
-    FusedLinear1D_Row,
-    GPT2FusedLinearConv1D_Col,
-    GPT2FusedLinearConv1D_Row,
-    Linear1D_Col,
-    Linear1D_Row,
-    VocabParallelEmbedding1D,
-)
+from colossalai.shardformer.layer import Embedding1D, VocabParallelEmbedding1D
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 from torch import Tensor, nn
 
-_ROW = (Linear1D_Row, FusedLinear1D_Row, GPT2FusedLinearConv1D_Row)
-_COLUMN = (Linear1D_Col, FusedLinear1D_Col, GPT2FusedLinearConv1D_Col)
+from .linear import HETERO_LAYERS
+
+_ROW: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if not ours._column_parallel)
+_COLUMN: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if ours._column_parallel)
 _EMBEDDING = (Embedding1D, VocabParallelEmbedding1D)
 
 _DIVIDED, _SUMMED = "output is divided", "gradients are summed"
@@ -40,7 +33,7 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
     """Let gradients of the sharded ``model`` be summed where that is needed; ``shapes`` are those before sharding."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_ROW, *_COLUMN))}
+    layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, _ROW + _COLUMN)}
     rows = [name for name, layer in layers.items() if isinstance(layer, _ROW) and layer.parallel_input]
     parameters = list(model.named_parameters())
     divided = {

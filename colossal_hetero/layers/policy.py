@@ -9,15 +9,6 @@ from functools import cache
 from typing import Any
 
 from colossalai.shardformer._utils import getattr_
-from colossalai.shardformer.layer import (
-    FusedLinear1D_Col,
-    FusedLinear1D_Row,
-    GPT2FusedLinearConv1D_Col,
-    GPT2FusedLinearConv1D_Row,
-    Linear1D_Col,
-    Linear1D_Row,
-    VocabParallelLMHead1D,
-)
 from colossalai.shardformer.policies.auto_policy import get_autopolicy
 from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -26,29 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .chain import ChainPolicy, links_of
-from .linear import (
-    HeteroFusedLinear1D_Col,
-    HeteroFusedLinear1D_Row,
-    HeteroGPT2FusedLinearConv1D_Col,
-    HeteroGPT2FusedLinearConv1D_Row,
-    HeteroLinear1D_Col,
-    HeteroLinear1D_Row,
-    HeteroVocabParallelLMHead1D,
-)
+from .linear import HETERO_LAYERS
 from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .timm_vit import TimmViTPolicy
 from .transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy, plan_of
-
-HETERO_LAYERS: dict[type, type] = {
-    Linear1D_Col: HeteroLinear1D_Col,
-    Linear1D_Row: HeteroLinear1D_Row,
-    FusedLinear1D_Col: HeteroFusedLinear1D_Col,
-    FusedLinear1D_Row: HeteroFusedLinear1D_Row,
-    GPT2FusedLinearConv1D_Col: HeteroGPT2FusedLinearConv1D_Col,
-    GPT2FusedLinearConv1D_Row: HeteroGPT2FusedLinearConv1D_Row,
-    VocabParallelLMHead1D: HeteroVocabParallelLMHead1D,
-}
-"""Layer of this package by Colossal-AI's exact class; other subclasses are not replaced."""
 
 
 class _HeteroPolicy(Policy):
@@ -99,8 +71,7 @@ def _replace_layers(description: ModulePolicyDescription) -> ModulePolicyDescrip
         description,
         sub_module_replacement=[
             dataclasses.replace(
-                replacement,
-                target_module=HETERO_LAYERS.get(replacement.target_module, replacement.target_module),
+                replacement, target_module=HETERO_LAYERS.get(replacement.target_module, replacement.target_module)
             )
             for replacement in description.sub_module_replacement
         ],

@@ -29,12 +29,9 @@ from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
 # Sequence parallel ---------------------------------------------------------------------------------------------------
 # Outside of blocks each of ``e`` ranks holds a part of the sequence of ``S`` positions (Colossal-AI's modes
-# ``split_gather`` and ``ring``). ``ring`` overlaps the gathering with the product; here both compute it afterwards::
-#
-#     column-parallel   forward   X  [.., S, K] = gathered from the parts X [.., S/e, K] of all ranks
-#                       backward  dX [.., S, K] is summed over ranks; each rank keeps its part [.., S/e, K]
-#     row-parallel      forward   Y  [.., S, N] is summed over ranks; each rank keeps its part [.., S/e, N]
-#                       backward  dY [.., S, N] = gathered from the parts dY [.., S/e, N] of all ranks
+# ``split_gather`` and ``ring``). A column-parallel layer gathers X forward, and of dX, summed over ranks, each rank
+# keeps its part; a row-parallel layer sums Y and gathers dY. ``ring`` overlaps gathering with the product; here that
+# comes after.
 
 
 class SequenceParts(NamedTuple):
@@ -85,9 +82,8 @@ class _SumParts(torch.autograd.Function):
         return whole, None, None
 
 
-def sum_parts(whole: Tensor, sequence: SequenceParts, mark: Callable[[Part], None]) -> Tensor:
-    """Sum of ``whole`` over ranks, of which each keeps its part ``[.., S/e, ..]``; backward marks its gathering."""
-    return _SumParts.apply(whole, sequence, mark)
+sum_parts: Callable[[Tensor, SequenceParts, Callable[[Part], None]], Tensor] = _SumParts.apply
+"""Sum of a whole over ranks, of which each keeps its part ``[.., S/e, ..]``; backward marks its gathering."""
 
 
 @dataclass(slots=True)
@@ -249,6 +245,5 @@ class _SumOutputs(torch.autograd.Function):
         return dy, None
 
 
-def sum_outputs(y: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of ``y`` of a row-parallel layer over the ranks of ``group``, in place. The gradient is the same."""
-    return _SumOutputs.apply(y, group)
+sum_outputs: Callable[[Tensor, dist.ProcessGroup | None], Tensor] = _SumOutputs.apply
+"""The sum of an output of a row-parallel layer over the ranks of a group, in place. The gradient is the same."""

@@ -1,20 +1,9 @@
 """Tensor and pipeline parallelism for timm's VisionTransformer, for which Colossal-AI has no policy.
 
-Shares of one block's weights, with ``D`` the embedding, ``A = heads · head_dim`` the attention width, ``H`` the MLP's
-hidden width and ``p`` the number of tensor-parallel ranks:
-
-====================  =================================  ==============================================
-layer                 whole weight                       this rank's share
-====================  =================================  ==============================================
-``attn.qkv``          ``[3A, D]``, rows ``[q | k | v]``  ``[3A/p, D]``: whole heads of each third
-``attn.gate``         ``[A, D]``, where it exists        ``[A/p, D]``
-``attn.proj``         ``[D, A]``                         ``[D, A/p]``, then a sum over ranks
-``mlp.fc1``           ``[H, D]``                         ``[H/p, D]``
-``mlp.fc2``           ``[D, H]``                         ``[D, H/p]``, then a sum over ranks
-====================  =================================  ==============================================
-
-Every rank holds the whole residual stream ``[B, N, D]`` with its norms, the embedding, and the classifier, which takes
-almost no time and, undivided, works for any number of classes.
+A rank has whole heads of each third of ``attn.qkv`` and of ``attn.gate``, rows of ``mlp.fc1``, and the columns of
+``attn.proj`` and ``mlp.fc2`` that follow, whose outputs are summed over ranks. Every rank holds the whole residual
+stream ``[B, N, D]`` with its norms, the embedding, and the classifier, which takes almost no time and, undivided, works
+for any number of classes.
 
 Dropout after a sharded layer differs between ranks; that on the residual stream is equal. ``set_grad_checkpointing``
 does not restore the random state of these layers, so use either dropout or that; stages of a plan that recompute have
@@ -31,7 +20,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import timm
 import torch
 from colossalai.lazy import LazyInitContext
 from colossalai.pipeline.stage_manager import PipelineStageManager
@@ -43,19 +31,9 @@ from colossalai.shardformer.layer import (
     Linear1D_Row,
     LinearWithGradAccum,
 )
-from colossalai.shardformer.policies.base_policy import (
-    ModulePolicyDescription,
-    Policy,
-    SubModuleReplacementDescription,
-)
+from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from timm.layers import GluMlp, Mlp, SwiGLU
-from timm.models.vision_transformer import (
-    Attention,
-    Block,
-    ParallelThingsBlock,
-    ResPostBlock,
-    VisionTransformer,
-)
+from timm.models.vision_transformer import Attention, Block, ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,11 +85,6 @@ class TimmViTPolicy(Policy):
                 raise ValueError(
                     f"{name} is a {type(attention).__name__}, which tensor parallelism cannot split; "
                     "valid attn_layer: 'attn' (timm's Attention)"
-                )
-            if not hasattr(attention, "attn_dim"):
-                raise ValueError(
-                    f"timm {timm.__version__} does not support attention narrower than the embedding; tensor "
-                    "parallelism needs timm 1.0.22 or newer"
                 )
             _check_no_norm(f"{name}.norm", attention.norm, "scale_attn_norm", attention.attn_dim)
             heads.add(attention.num_heads)
@@ -215,10 +188,7 @@ class TimmViTPolicy(Policy):
     def _replace_dropouts(self, policy: dict) -> None:
         """Draw dropout of sharded activations separately on each rank, of whole ones equally; leave p = 0 unchanged."""
         places = [
-            (
-                self._attentions(),
-                {"attn_drop": DropoutForParallelInput, "proj_drop": DropoutForReplicatedInput},
-            ),
+            (self._attentions(), {"attn_drop": DropoutForParallelInput, "proj_drop": DropoutForReplicatedInput}),
             (self._mlps(), {"drop1": DropoutForParallelInput, "drop2": DropoutForReplicatedInput}),
             ([("", self.model)], dict.fromkeys(("pos_drop", "head_drop"), DropoutForReplicatedInput)),
         ]

@@ -120,20 +120,18 @@ class Transport:
         return Started(Pending(works[: len(receives)]), Pending(works[len(receives) :]))
 
     @traced("migrate")
-    def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Start sending rank ``source``'s contiguous ``tensor`` into the equally shaped ``tensor`` of all ranks."""
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Send rank ``source``'s contiguous ``tensor`` into the equally shaped ``tensor`` of all ranks."""
         if source == self.rank:
             self._count("broadcast", tensor, self.size - 1)
-        source = self._global_ranks[source]
-        return Pending([_explaining_failure(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))])
+        _explaining_failure(lambda: dist.broadcast(tensor, self._global_ranks[source], group=self._group))
 
     @traced("migrate")
-    def reduce(self, tensor: Tensor, target: int) -> Pending:
-        """Start summing the contiguous ``tensor`` of all ranks into rank ``target``'s; the others' are overwritten."""
+    def reduce(self, tensor: Tensor, target: int) -> None:
+        """Sum the contiguous ``tensor`` of all ranks into rank ``target``'s; the others' are overwritten."""
         if target != self.rank:
             self._count("reduce", tensor, 1)
-        target = self._global_ranks[target]
-        return Pending([_explaining_failure(lambda: dist.reduce(tensor, target, group=self._group, async_op=True))])
+        _explaining_failure(lambda: dist.reduce(tensor, self._global_ranks[target], group=self._group))
 
     def _count(self, primitive: Primitive, tensor: Tensor, copies: int) -> None:
         sent = self.sent[primitive]

@@ -10,8 +10,9 @@ each backward pass of a layer, so that hooks of parameters, data parallelism, Ze
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,16 +71,12 @@ def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]
     """Bucket number of each block, the same on all ranks. A bucket ends when it has :data:`MESSAGE_BYTES`, or when the
     next block has another dtype."""
     numbers: list[int] = []
-    size, last_dtype = 0, None
+    number, size, last_dtype = 0, 0, None
     for block, moved in zip(blocks, moves, strict=True):
         dtype = block.parameters[0][0].dtype
-        if not numbers:
-            numbers.append(0)
-        elif size >= MESSAGE_BYTES or last_dtype != dtype:
-            numbers.append(numbers[-1] + 1)
-            size = 0
-        else:
-            numbers.append(numbers[-1])
+        if size >= MESSAGE_BYTES or last_dtype not in (None, dtype):
+            number, size = number + 1, 0
+        numbers.append(number)
         last_dtype = dtype
         size += moved_count(moved) * block.elements_per_unit * dtype.itemsize
     return numbers
@@ -151,11 +148,7 @@ class UnitExchange:
     """Exchanges units of blocks between one rank and the others of its group. It waits for what this rank receives; for
     the ranks that receive from it only before it uses the same memory again, in the next iteration."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, transport: Transport, clock: Clock | None = None) -> None:
         self._transport = transport
         self._clock = clock
         self._transfers: list[BlockTransfer] = []
@@ -209,7 +202,7 @@ class UnitExchange:
             bucket.number = number
             bucket.reserve()
             if number > 0:
-                first_blocks[number - 1].before_forward = self._starter(number)
+                first_blocks[number - 1].before_forward = partial(self._start_buckets, number)
         check_backward_memory(self._transfers)
 
     def _check_room(self) -> None:
@@ -248,15 +241,8 @@ class UnitExchange:
         self._mark("migration", None)
         self._start_buckets(0)
 
-    def _starter(self, number: int) -> Callable[[], None]:
-        def start() -> None:
-            if self._are_sent:
-                self._start_buckets(number)
-
-        return start
-
     def _start_buckets(self, last_number: int) -> None:
-        while self._started_buckets < len(self._buckets):
+        while self._are_sent and self._started_buckets < len(self._buckets):
             bucket = self._buckets[self._started_buckets]
             if bucket.number > last_number:
                 break
@@ -284,7 +270,7 @@ class UnitExchange:
 
     def _refresh(self) -> None:
         """Send weights again before the next pass."""
-        if self._are_sent:
+        if self._buckets:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
             self._start_buckets(self._buckets[-1].number)
         for bucket in self._buckets:

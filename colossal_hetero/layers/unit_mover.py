@@ -3,8 +3,7 @@ objects, which optimizers, hooks and users may go on holding, and get tensors of
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,9 +93,10 @@ class _UnitTensor(NamedTuple):
     def units(self, tensor: Tensor, first: int, count: int) -> Tensor:
         return self.place.view(tensor).narrow(self.place.unit_dim, first, count)
 
-
-Messages = dict[int, dict[torch.dtype, Tensor]]
-"""Flat tensors by the other rank and by dtype."""
+    def shape(self, count: int) -> list[int]:
+        shape = list(self.place.view(self.slot.tensor).shape)
+        shape[self.place.unit_dim] = count
+        return shape
 
 
 class UnitMover:
@@ -117,26 +117,31 @@ class UnitMover:
         wanted = [pieces_of(holding, before) for holding in after]
         tensors = self._tensors(block)
         created: list[Tensor] = []
-        sends: Messages = {}
-        receives: Messages = {}
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
         fits = True
         try:
             counts = unit_count(before[rank]), unit_count(after[rank])
             created = [_resized(unit, *counts) for unit in tensors]
-            sends = {
-                other: _packed(tensors, [piece for piece in pieces if piece.source == rank])
+            sends = [
+                (other, message)
                 for other, pieces in enumerate(wanted)
-                if other != rank and any(piece.source == rank for piece in pieces)
-            }
-            receives = _empty_messages(tensors, wanted[rank], rank, counts[0])
+                for message in (_messages(tensors, pieces, rank) if other != rank else ())
+            ]
+            receives = [
+                (piece.source, unit.slot.tensor.new_empty(unit.shape(piece.length)))
+                for unit in tensors
+                for piece in wanted[rank]
+                if piece.source != rank
+            ]
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             fits = False
         if not self._all_agree(fits):
             return False
-        self._transport.exchange(_listed(sends), _listed(receives)).wait()
-        _fill(tensors, created, wanted[rank], rank, receives)
+        self._transport.exchange(sends, receives).wait()
+        _fill(tensors, created, wanted[rank], rank, iter(receives))
         for unit, tensor in zip(tensors, created, strict=True):
             unit.slot.put(tensor)
         return True
@@ -178,49 +183,23 @@ def _resized(unit: _UnitTensor, before: int, after: int) -> Tensor:
     return torch.empty(shape, dtype=unit.slot.tensor.dtype, device=unit.slot.tensor.device)
 
 
-def _packed(tensors: Sequence[_UnitTensor], pieces: Sequence[Piece]) -> dict[torch.dtype, Tensor]:
-    """The units of ``pieces`` as a flat tensor of each dtype, in the order of tensors, then of pieces."""
-    parts: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for unit in tensors:
-        for piece in pieces:
-            parts[unit.slot.tensor.dtype].append(unit.units(unit.slot.tensor, piece.first, piece.length).reshape(-1))
-    return {dtype: torch.cat(found) for dtype, found in parts.items()}
-
-
-def _empty_messages(tensors: Sequence[_UnitTensor], pieces: Sequence[Piece], rank: int, held: int) -> Messages:
-    """Memory for units that other ranks send, ordered as by :func:`_packed`; this rank holds ``held`` units so far."""
-    counts: dict[int, int] = defaultdict(int)
-    for piece in pieces:
-        if piece.source != rank:
-            counts[piece.source] += piece.length
-    elements: dict[torch.dtype, int] = defaultdict(int)
-    for unit in tensors:
-        elements[unit.slot.tensor.dtype] += unit.slot.tensor.numel() // held
-    device = tensors[0].slot.tensor.device
-    return {
-        source: {dtype: torch.empty(count * size, dtype=dtype, device=device) for dtype, size in elements.items()}
-        for source, count in sorted(counts.items())
-    }
-
-
-def _listed(messages: Messages) -> list[tuple[int, Tensor]]:
-    """The messages as pairs of the other rank and the tensor; both ranks list them in the same order."""
-    return [(other, tensor) for other, of_rank in messages.items() for tensor in of_rank.values()]
+def _messages(tensors: Sequence[_UnitTensor], pieces: Sequence[Piece], source: int) -> list[Tensor]:
+    """The units of ``pieces`` that rank ``source`` holds: a message for each tensor and piece, in this order."""
+    own = [piece for piece in pieces if piece.source == source]
+    return [unit.units(unit.slot.tensor, piece.first, piece.length).contiguous() for unit in tensors for piece in own]
 
 
 def _fill(
-    tensors: Sequence[_UnitTensor], created: Sequence[Tensor], pieces: Sequence[Piece], rank: int, received: Messages
+    tensors: Sequence[_UnitTensor],
+    created: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    rank: int,
+    received: Iterator[tuple[int, Tensor]],
 ) -> None:
-    used: dict[tuple[int, torch.dtype], int] = defaultdict(int)
     for unit, tensor in zip(tensors, created, strict=True):
         place = 0
         for piece in pieces:
-            target = unit.units(tensor, place, piece.length)
+            is_own = piece.source == rank
+            values = unit.units(unit.slot.tensor, piece.first, piece.length) if is_own else next(received)[1]
+            unit.units(tensor, place, piece.length).copy_(values)
             place += piece.length
-            if piece.source == rank:
-                target.copy_(unit.units(unit.slot.tensor, piece.first, piece.length))
-                continue
-            start = used[piece.source, tensor.dtype]
-            used[piece.source, tensor.dtype] += target.numel()
-            message = received[piece.source][tensor.dtype]
-            target.copy_(message[start : start + target.numel()].view(target.shape))

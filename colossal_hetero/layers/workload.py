@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -12,6 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
@@ -178,18 +180,9 @@ class Surrounded:
 def is_recorded() -> bool:
     """True if gradients will be computed for the current forward pass. Reentrant activation checkpointing runs a
     segment without gradients first, and with gradients in the backward pass; both runs must use the same columns."""
-    return torch.is_grad_enabled() or _inside_checkpointed_forward()
-
-
-def _inside_checkpointed_forward() -> bool:
-    import sys
-
-    from torch.utils.checkpoint import CheckpointFunction
-
-    segment = CheckpointFunction.forward.__code__
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is segment:
-            return True
+    if torch.is_grad_enabled():
+        return True
+    segment, frame = CheckpointFunction.forward.__code__, sys._getframe(1)
+    while frame is not None and frame.f_code is not segment:
         frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return frame is not None

@@ -18,15 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..common.text import parse_rank_factors
-
 Schedule = Literal["constant", "round-robin", "random"]
 Period = Literal["iteration", "epoch"]
-
-
-def parse_slowdowns(text: str) -> dict[int, float]:
-    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary; see :func:`.parse_rank_factors`."""
-    return parse_rank_factors(text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,8 +54,7 @@ def train_on_tokens(run: Trained, iterations: int, accumulation: int = 1) -> Tra
             loss = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)["loss"]
             run.booster.backward(loss / accumulation, run.optimizer)
             total += loss.item() / accumulation
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.finish()
         run.losses.append(total)
     return run
 

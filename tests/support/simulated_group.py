@@ -62,3 +62,11 @@ class SimulatedGroup:
         times, units = self.speed.equal_work(), self.speed.unit_work(self.kinds)
         self.plan = decide(times, Costs(), self.config, self.plan, self.speed.uncertainty, units)
         self.speed.relieved([a + b for a, b in zip(self.plan.resize, self.plan.migrate, strict=True)])
+
+    def run(self, slowdowns: Sequence[float], slow: int = 0) -> list[BalancePlan]:
+        """Iterations in which the rank ``slow`` has these slowdowns; returns the plan after each."""
+        plans = []
+        for slowdown in slowdowns:
+            self.iterate([slowdown if rank == slow else 1.0 for rank in range(self.ranks)])
+            plans.append(self.plan)
+        return plans

@@ -122,6 +122,13 @@ class Trained:
     plans: list[tuple[float, ...]] = field(default_factory=list)
     """After each iteration, the pruned shares of all ranks of the group."""
 
+    def finish(self, loss: Tensor | None = None) -> None:
+        """Make a step, after the backward pass of ``loss`` if it is given."""
+        if loss is not None:
+            self.booster.backward(loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     @property
     def parameters(self) -> dict[str, Tensor]:
         """This rank's part of all parameters."""

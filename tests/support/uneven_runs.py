@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import hybrid_parallel_plugin
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
@@ -62,38 +64,14 @@ def small_vit(seed: int = 0) -> nn.Module:
 
 def loss_of(model: nn.Module, number: int) -> Tensor:
     images, labels = batch(number)
-    return nn.functional.cross_entropy(model(images.double()), labels)
-
-
-def train_alone(
-    steps: int, make: MakeOptimizer = adamw, make_model: Callable[[], nn.Module] = small_vit
-) -> tuple[nn.Module, list[float]]:
-    """The model after training in one process, and the loss of each step."""
-    model = make_model().train()
-    optimizer = make(model)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
-        norm = float(torch.stack([weight.grad.norm() for weight in model.parameters()]).norm())
-        scale = torch.tensor(MAX_NORM / (norm + 1e-6)).clamp(max=1.0)  # in fp32, as in Colossal-AI
-        for weight in model.parameters():
-            weight.grad.mul_(scale)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return model, losses
+    return cross_entropy(model(images.double()), labels)
 
 
 def relieved_run(
     straggler: int | None, model: nn.Module, make: MakeOptimizer = adamw, choices: Any = None, **options: Any
 ) -> Trained:
-    """A boosted model, in which the global rank ``straggler`` is relieved.
-
-    Args:
-        choices: of the balancing.
-        options: of the plugin.
-    """
+    """A boosted model, in which the global rank ``straggler`` is relieved; with ``choices`` of the balancing and
+    ``options`` of the plugin."""
     options = dict(tp_size=dist.get_world_size()) | options
     with scripted():
         run = boost(ours(config(**(choices or {})), **options), model, make)
@@ -106,18 +84,67 @@ def uneven_run(straggler: int | None, make: MakeOptimizer = adamw, seed: int = 0
     return relieved_run(straggler, small_vit(seed), make, max_norm=MAX_NORM, **options)
 
 
+def backward_of(run: Trained) -> Callable[[Tensor], None]:
+    return partial(run.booster.backward, optimizer=run.optimizer)
+
+
+def train_in_parts(
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    backward: Callable[[Tensor], Any],
+    steps: int,
+    parts: int = 1,
+    before: Mapping[int, Callable[[], None]] | None = None,
+) -> list[float]:
+    """Train with batches in ``parts`` micro-batches. ``before`` has what is called before steps, by their number."""
+    losses = []
+    for step in range(steps):
+        if before and step in before:
+            before[step]()
+        images, labels = batch(step)
+        for part in range(parts):
+            loss = cross_entropy(model(images[part::parts].double()), labels[part::parts]) / parts
+            backward(loss)
+            losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return losses
+
+
+class _Clipping:
+    """An optimizer of one process that clips gradients first."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer, self.zero_grad = model, optimizer, optimizer.zero_grad
+
+    def step(self) -> None:
+        norm = float(torch.stack([weight.grad.norm() for weight in self._model.parameters()]).norm())
+        scale = torch.tensor(MAX_NORM / (norm + 1e-6)).clamp(max=1.0)  # in fp32, as in Colossal-AI
+        for weight in self._model.parameters():
+            weight.grad.mul_(scale)
+        self._optimizer.step()
+
+
+def train_alone(
+    steps: int, make: MakeOptimizer = adamw, make_model: Callable[[], nn.Module] = small_vit
+) -> tuple[nn.Module, list[float]]:
+    """The model after training in one process, and the loss of each step."""
+    model = make_model().train()
+    return model, train_in_parts(model, [_Clipping(model, make(model))], lambda loss: loss.backward(), steps)
+
+
 def train(run: Trained, steps: int, each: Callable[[int], None] = lambda step: None) -> None:
     with exact_norms():
         for _ in range(steps):
             step = len(run.losses)
             loss = loss_of(run.model, step)
-            run.booster.backward(loss, run.optimizer)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.finish(loss)
             run.losses.append(loss.item())
             each(step)
 
 
-def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     assert set(actual) == set(expected)
     return max(float((actual[name] - expected[name]).abs().max()) for name in expected)

@@ -91,10 +91,10 @@ def collectives(device: torch.device, numel: int) -> list[Row]:
     shared, total = torch.empty(numel, device=device), torch.empty(numel, device=device)
 
     def broadcast() -> None:
-        transport.broadcast(shared.fill_(7.0 if rank == 0 else 0.0), 0).wait()
+        transport.broadcast(shared.fill_(7.0 if rank == 0 else 0.0), 0)
 
     def reduce() -> None:
-        transport.reduce(total.fill_(1.0), size - 1).wait()
+        transport.reduce(total.fill_(1.0), size - 1)
 
     seconds = seconds_in_turns({"broadcast": broadcast, "reduce": reduce}, device, rounds=_rounds(device))
     right = {"broadcast": bool((shared == 7.0).all()), "reduce": rank != size - 1 or bool((total == size).all())}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unittest import mock
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, Costs, pretest
 from colossal_hetero.balance.plan import Traffic, Volume
-from colossal_hetero.balance.pretest import FittedLink, ProductShape, fit_link, fit_receive_factor, fit_resize
-from tests.support.harness import run_ranks
+from colossal_hetero.balance.pretest import FittedLink, ProductShape, fit_link, fit_products
+from tests.support.checks import Checks, of_all_ranks
+
+checks = Checks()
 
 SHAPES = [ProductShape(96, 64), ProductShape(64, 96), ProductShape(96, 64)]
-CPU = torch.device("cpu")
-PREPARED = tuple[Costs, int]
 
 
 def traffic(share: float) -> Traffic:
@@ -25,49 +26,29 @@ def traffic(share: float) -> Traffic:
     return Traffic(Volume(4, sent), Volume(2, sent), Volume(2, sent))
 
 
-def prepare(group: dist.ProcessGroup, form: str = "block", **options: object) -> PREPARED:
-    """The costs, and the number of times that they were measured."""
-    config = BalanceConfig(mode="auto", **options)
-    with mock.patch.object(pretest, "measure_costs", wraps=pretest.measure_costs) as measure:
-        measurement = pretest.CostMeasurement(group, SHAPES, 40, torch.float32, CPU, traffic, form)
-        costs = pretest.prepare_costs(config, measurement)
+def prepare(group: dist.ProcessGroup, form: Any = "block", **options: Any) -> tuple[Costs, int]:
+    """The costs, and the number of times that they were measured: few and short times."""
+    measurement = pretest.CostMeasurement(group, SHAPES, 40, torch.float32, torch.device("cpu"), traffic, form)
+    with (
+        patch.multiple(pretest, PRODUCT_SECONDS=0.01, MESSAGES={2**12: 3, 2**14: 3}),
+        patch.object(pretest, "measure_costs", wraps=pretest.measure_costs) as measure,
+    ):
+        costs = pretest.prepare_costs(BalanceConfig(mode="auto", **options), measurement)
     return costs, measure.call_count
 
 
-def measure_quickly(ranks: int) -> None:
-    """Make fewer and shorter measurements, for tests that do not check the measured values."""
-    assert dist.get_world_size() == ranks
-    pretest.PRODUCT_SECONDS = 0.01
-    pretest.MESSAGES = {2**12: 3, 2**14: 3}
-
-
-def measure_both_forms(ranks: int) -> list[PREPARED]:
-    measure_quickly(ranks)
+@checks.on(2)
+@checks.on(3)
+def all_ranks_have_the_same_costs_and_without_measuring_their_defaults() -> None:
     before = torch.get_rng_state()
-    found = [prepare(dist.group.WORLD, form) for form in ("column", "block")]
-    assert torch.equal(torch.get_rng_state(), before), "measuring changed the state of the random numbers"
-    return found
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_have_the_same_costs(ranks: int) -> None:
-    results = run_ranks(ranks, measure_both_forms, ranks)
-    for form in range(2):
-        costs, measured = results[0][form]
-        assert measured == 1
+    for form in ("column", "block"):
+        found = of_all_ranks(prepare(dist.group.WORLD, form))
+        costs, measured = found[0]
+        assert found == [(costs, 1)] * len(found) and measured == 1
         assert costs.phi1(0.5) > 0 and costs.receive_factor > 0 and costs.communication_scale == 1.0
-        assert all(other[form] == results[0][form] for other in results)
-
-
-def prepare_without_need() -> tuple[PREPARED, PREPARED]:
-    measure_quickly(2)
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    return prepare(alone), prepare(dist.group.WORLD, measure_costs=False)
-
-
-def test_without_measuring_costs_have_their_defaults() -> None:
-    for results in run_ranks(2, prepare_without_need):
-        assert results == ((Costs(), 0), (Costs(), 0))
+    assert torch.equal(torch.get_rng_state(), before), "measuring changed the state of the random numbers"
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    assert prepare(alone) == prepare(dist.group.WORLD, measure_costs=False) == (Costs(), 0)
 
 
 SIZES = (2**12, 2**16, 2**20)
@@ -87,7 +68,11 @@ def test_fitted_links_equal_values_computed_by_hand() -> None:
 
 
 def test_the_fits_recover_the_costs_of_products() -> None:
-    shares = (0.25, 0.5, 0.9)
-    assert fit_resize(shares, [1 - share + 0.02 + 0.1 * share for share in shares]) == pytest.approx((0.02, 0.1))
-    assert fit_resize(shares, [0.7 * (1 - share) for share in shares]) == (0.0, 0.0)  # costs are never negative
-    assert fit_receive_factor(shares, [1.2 * share for share in shares]) == pytest.approx(1.2)
+    taken = [1.2 * share for share in pretest.RECEIVED_SHARES]
+    resized = [1 - share + 0.02 + 0.1 * share for share in pretest.RESIZED_SHARES]
+    assert fit_products(resized, taken) == pytest.approx((0.02, 0.1, 1.2))
+    free = [0.7 * (1 - share) for share in pretest.RESIZED_SHARES]
+    assert fit_products(free, taken) == (0.0, 0.0, pytest.approx(1.2))  # costs are never negative
+
+
+test_on_ranks = checks.test()

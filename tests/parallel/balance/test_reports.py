@@ -15,6 +15,7 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.balance import balancer as balancer_module
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.plugin.hybrid import hybrid_plugin
 from colossal_hetero.plugin.report import Report
@@ -24,7 +25,7 @@ from tests.support.training import assert_same_parameters, batch, boost, loss_of
 
 checks = Checks()
 
-AUTO = BalanceConfig(mode="auto", measure_costs=False)
+AUTO, OFF = BalanceConfig(mode="auto", measure_costs=False), BalanceConfig(mode="off")
 
 
 def slow(straggler: int, begin: int = 0, slowdown: float = 4.0) -> Any:
@@ -44,19 +45,23 @@ def sentences() -> Iterator[list[str]]:
         logging.getLogger().removeHandler(handler)
 
 
+def default(**choices: Any) -> Any:
+    """The package's default of balancing, which tests of other things switch off."""
+    return patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None, **choices))
+
+
 @checks.on(2)
 @checks.on(3)
 def the_report_says_who_was_slow_and_what_was_done() -> None:
-    """Each rank is the straggler in turn; one rank alone asks for the report."""
-    ranks = dist.get_world_size()
+    """Each rank is the straggler in turn; one rank alone asks for the report. Callbacks come once for each exchange."""
+    ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
     for straggler in range(ranks) if IS_THOROUGH or ranks < 3 else (ranks - 1,):
-        given: list[dict[str, float]] = []
+        name, given = f"straggler {straggler} of {ranks}", list[dict[str, float]]()
         with scripted(slow(straggler)), sentences() as said:
             run = boost(ours(AUTO, tp_size=ranks, on_report=given.append, report_every=12))
             before = run.plugin.report()
             train(run, 13)
         assert before == Report() and "Nothing is known yet" in str(before)
-        name = f"straggler {straggler} of {ranks}"
         if dist.get_rank() == ranks - 1:
             report = run.plugin.report()
             balance: Any = report.balance
@@ -72,11 +77,9 @@ def the_report_says_who_was_slow_and_what_was_done() -> None:
             assert f" {straggler} " in text and "balancing saved" in text and max(map(len, text.splitlines())) <= 80
             assert json.loads(json.dumps(report.as_dict()))["balance"]["ranks"][straggler]["migrated"] == row.migrated
         on_change = [each for each in said if f"rank {straggler} takes 3.4 times as long" in each]
-        assert len(on_change) == (dist.get_rank() == 0), f"{name}: {said}"
+        assert len(on_change) == is_first, f"{name}: {said}"
         assert all(" of its work now runs on rank" in each and "; iteration " in each for each in on_change), on_change
-        assert bool(given) == (dist.get_rank() == 0)
-        for numbers in given:
-            assert numbers["iteration"] in (4, 8, 12)
+        assert [numbers["iteration"] for numbers in given] == ([4, 8, 12] if is_first else [])
         assert not given or given[-1][f"balance/rank{straggler}/migrated"] > 0.2
 
 
@@ -96,60 +99,21 @@ def the_slowest_of_several_groups_is_shown() -> None:
 def without_balancing_it_is_said_once_what_it_would_bring() -> None:
     for slowdown in (1.0, 4.0):
         with scripted(slow(1, slowdown=slowdown)), sentences() as said:
-            run = train(boost(ours(BalanceConfig(mode="off"), tp_size=2)), 20)
+            run = train(boost(ours(OFF, tp_size=2)), 20)
         balance: Any = run.plugin.report().balance
         assert balance.saved_seconds == pytest.approx(0.0) and balance.mode == "off"
-        expected = dist.get_rank() == 0 and slowdown > 1.0
-        assert len(said) == expected, said
-        if expected:
-            assert "rank 1 takes 3.4 times as long" in said[0] and 'BalanceConfig(mode="auto")' in said[0]
-            assert "1.490 s instead of 3.410 s" in said[0]
-
-
-@checks.on(2)
-def by_default_work_migrates_and_no_parameter_changes_its_shape() -> None:
-    expected = train(boost(theirs(tp_size=2)), 12)
-    with scripted(slow(1)), patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None)):
-        run = boost(ours(tp_size=2))
-        assert run.plugin.balance.reshard_after is None
-        shapes = [each.shape for each in run.model.parameters()]
-        train(run, 12)
-    assert run.plugin.balancer.plan.migrate[1] > 0.3
-    assert shapes == [each.shape for each in run.model.parameters()] and not run.plugin.balancer.has_resharded
-    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
-
-
-@checks.on(2)
-def what_cannot_be_balanced_is_only_measured_by_default() -> None:
-    """Colossal-AI's scripts that use an option that cannot be combined with balancing go on as before."""
-    options = dict(tp_size=2, fp8_communication=True)
-    with pytest.raises(ValueError, match="cannot be combined with fp8_communication=True"):
-        boost(ours(AUTO, **options))
-    with patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None)), sentences() as said:
-        run = boost(ours(**options))
-    assert not run.plugin.balancer.active
-    assert all(layer.block is None for layer in hetero_layers(run.model).values())
-    assert [each for each in said if "only measured" in each and "fp8_communication=True" in each] == (
-        said if dist.get_rank() == 0 else []
-    )
-    assert run.plugin.balancer.config.mode == "off"
+        assert len(said) == (dist.get_rank() == 0 and slowdown > 1.0), said
+        words = ("rank 1 takes 3.4 times as long", 'BalanceConfig(mode="auto")', "1.490 s instead of 3.410 s")
+        assert not said or all(each in said[0] for each in words)
 
 
 @checks.on(2)
 def costs_are_measured_only_if_a_rank_is_slow() -> None:
-    asked = []
-
-    def prepare(*args: Any) -> Any:
-        asked.append(args)
-        return balancer_module.Costs()
-
-    from colossal_hetero.balance import balancer as balancer_module
-
     for begin, expected in ((10**6, 0), (10, 1)):
-        asked.clear()
-        with scripted(slow(1, begin)), patch.object(balancer_module, "prepare_costs", prepare):
+        costs = patch.object(balancer_module, "prepare_costs", return_value=balancer_module.Costs())
+        with scripted(slow(1, begin)), costs as asked:
             run = train(boost(ours(BalanceConfig(), tp_size=2)), 18)
-        assert len(asked) == expected and bool(sum(run.plugin.balancer.plan.migrate)) == bool(expected)
+        assert asked.call_count == expected and bool(sum(run.plugin.balancer.plan.migrate)) == bool(expected)
 
 
 @checks.on(2)
@@ -166,44 +130,49 @@ def a_profile_of_torch_has_ranges_for_what_balancing_does() -> None:
 def a_rank_that_is_lost_after_the_step_shows_in_the_next_pass() -> None:
     """Elastic training would make a step again that has failed, and this one has not."""
     expected = train(boost(ours(AUTO, tp_size=2)), 3)
-    run = boost(ours(AUTO, tp_size=2))
+    run, lost = boost(ours(AUTO, tp_size=2)), RuntimeError("Connection closed by peer [127.0.0.1]:1234")
     train(run, 2)
-
-    def lose(done: int) -> bool:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
-
-    with patch.object(run.plugin.balancer._latest, "end_iteration", lose):
-        images, labels = batch(2, 0)
-        run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+    images, labels = batch(2, 0)
+    with patch.object(run.plugin.balancer._latest, "end_iteration", side_effect=lost):
+        run.finish(loss_of(run.model(images), labels))
     assert_same_parameters(run.parameters, expected.parameters, "after the step")
     for training in (True, False):
         run.model.train(training)
-        run.plugin.balancer._failure = run.plugin.balancer._failure or RuntimeError("Connection closed by peer")
+        run.plugin.balancer._failure = run.plugin.balancer._failure or lost
         with torch.set_grad_enabled(training), pytest.raises(RuntimeError, match="Connection closed by peer"):
             run.model(images)
     run.model(images)
 
 
 @checks.on(2)
-def callbacks_come_once_for_each_exchange_and_may_fail() -> None:
-    given: list[float] = []
+def by_default_work_migrates_and_no_parameter_changes_its_shape() -> None:
+    expected = train(boost(theirs(tp_size=2)), 12)
+    with scripted(slow(1)), default():
+        run = boost(ours(tp_size=2))
+        shapes = [each.shape for each in run.model.parameters()]
+        train(run, 12)
+    assert run.plugin.balance.reshard_after is None and run.plugin.balancer.plan.migrate[1] > 0.3
+    assert shapes == [each.shape for each in run.model.parameters()] and not run.plugin.balancer.has_resharded
+    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
 
-    def note(numbers: dict[str, float]) -> None:
-        given.append(numbers["iteration"])
-        raise OSError("the logger cannot be reached")
 
-    with scripted(slow(1)), sentences() as said:
-        run = boost(ours(AUTO, tp_size=2, on_report=note, report_every=4))
-        train(run, 14, each=lambda iteration: run.plugin.report())
-    assert given == ([4, 8, 12] if dist.get_rank() == 0 else [])
-    assert len([each for each in said if "on_report failed after iteration" in each]) == len(given)
+@checks.on(2)
+def what_cannot_be_balanced_is_only_measured_by_default() -> None:
+    """Colossal-AI's scripts that use an option that cannot be combined with balancing go on as before."""
+    options = dict(tp_size=2, fp8_communication=True)
+    with pytest.raises(ValueError, match="cannot be combined with fp8_communication=True"):
+        boost(ours(AUTO, **options))
+    with default(), sentences() as said:
+        run = boost(ours(**options))
+    assert not run.plugin.balancer.active and run.plugin.balancer.config.mode == "off"
+    assert all(layer.block is None for layer in hetero_layers(run.model).values())
+    assert all("only measured" in each and "fp8_communication=True" in each for each in said)
+    assert len(said) == (dist.get_rank() == 0)
 
 
 @checks.on(2)
 def the_default_gives_way_to_graphs_and_other_plugins() -> None:
-    with patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None, head=False)):
+    with default(head=False):
         run = train(boost(ours(tp_size=2)), 2)
         with (
             patch.object(torch.cuda, "is_available", lambda: True),
@@ -211,22 +180,26 @@ def the_default_gives_way_to_graphs_and_other_plugins() -> None:
         ):
             run.plugin.balancer.begin()
         assert not run.plugin.balancer.active
-        first = boost(ours(tp_size=2))
-        other = ours(tp_size=2)
+        first, other = boost(ours(tp_size=2)), ours(tp_size=2)
         Booster(plugin=other).boost(first.model, sgd(first.model))
         assert not first.plugin.balancer.active and other.balancer.active
 
 
 @checks.on(2)
-def arguments_of_reports_are_checked() -> None:
+def arguments_of_reports_are_checked_and_callbacks_may_fail() -> None:
+    with scripted(slow(1)), sentences() as said:
+        run = boost(ours(AUTO, tp_size=2, on_report=lambda numbers: 1 / 0, report_every=4))
+        train(run, 9, each=lambda iteration: run.plugin.report())
+    failed = [each for each in said if "on_report failed after iteration" in each]
+    assert len(failed) == (2 if dist.get_rank() == 0 else 0)
     every = 10 if dist.get_rank() == 0 else 20
     with pytest.raises(ValueError, match="report_every must be the same on all ranks: rank 0 has 10, rank 1 20"):
         boost(ours(tp_size=2, report_every=every))
     with pytest.raises(TypeError, match="on_report=3 is not a function"):
         ours(tp_size=2, on_report=3)
-    for every in (0, 2.5, True):
+    for bad in (0, 2.5, True):
         with pytest.raises(ValueError, match=r"report_every=.* must be a number of optimizer steps, at least 1"):
-            ours(tp_size=2, report_every=every)
+            ours(tp_size=2, report_every=bad)
 
 
 test_on_ranks = checks.test()

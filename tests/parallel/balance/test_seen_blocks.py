@@ -25,19 +25,17 @@ from tests.support.uneven_runs import config, relieve
 
 checks = Checks()
 
+MIGRATES, MOVED, STEPS = 2, 4, 6
+"""Steps before which units have migrated, and were permanently re-sharded, for the first time; and all steps."""
 
-MIGRATES, MOVED = 2, 4
-"""The first steps before which units have migrated, from the second one on, and were permanently re-sharded."""
-STEPS = 6
-
-Remove = Callable[[], None]
+Remove = Callable[[], Any]
 Look = Callable[[nn.Module, list[Tensor]], Remove]
 """Lets all that is seen in a model be added to a list, until the result is called."""
 
 
 def _hooked(path: str, takes_input: bool = False) -> Look:
     def look(model: nn.Module, seen: list[Tensor]) -> Remove:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def hook(_: nn.Module, inputs: Any, output: Tensor) -> None:
             seen.append(inputs[0] if takes_input else output)
 
         return model.get_submodule(path).register_forward_hook(hook).remove
@@ -45,14 +43,14 @@ def _hooked(path: str, takes_input: bool = False) -> Look:
     return look
 
 
+def _keeping(kept: list[Tensor], x: Tensor) -> Tensor:
+    kept.append(gelu(x))
+    return kept[-1]
+
+
 def _other_forward(model: nn.Module, seen: list[Tensor]) -> Remove:
     activation = model.get_submodule("blocks.0.mlp.act")
-
-    def forward(_: nn.Module, x: Tensor) -> Tensor:
-        seen.append(gelu(x))
-        return seen[-1]
-
-    activation.forward = MethodType(forward, activation)
+    activation.forward = MethodType(lambda _, x: _keeping(seen, x), activation)
     return lambda: delattr(activation, "forward")
 
 
@@ -71,8 +69,7 @@ class Keeping(nn.Module):
         self.kept = kept
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept.append(gelu(x))
-        return self.kept[-1]
+        return _keeping(self.kept, x)
 
 
 def _kept(model: nn.Module, seen: list[Tensor]) -> Remove:
@@ -88,6 +85,10 @@ LOOKS: dict[str, Look] = {
     "a hook on all modules": _hooked_everywhere,
     "a module that keeps": _kept,
 }
+
+
+def nothing(model: nn.Module, seen: list[Tensor]) -> Remove:
+    return lambda: None
 
 
 @dataclass(frozen=True)
@@ -111,40 +112,41 @@ CASES = [
 ]
 
 
-def make_vit() -> nn.Module:
-    model = tiny_vit(depth=1).double()
-    for block in model.blocks:
-        block.attn.fused_attn = False
-    return model
-
-
 def train(plugin: Any, case: Case, straggler: int | None = None) -> tuple[Trained, list[list[int]]]:
     """Returns the run, and the shape of what is seen in each step."""
-    model, seen = make_vit(), list[Tensor]()
-    looks = case.rank in (None, dist.get_rank())
-    remove = LOOKS[case.look](model, seen) if looks and case.first < 0 else None
-    run = boost(plugin, model, sgd)
-    shapes = []
+    model, seen = tiny_vit(depth=1).double(), list[Tensor]()
+    model.blocks[0].attn.fused_attn = False
+    look = LOOKS[case.look] if case.rank in (None, dist.get_rank()) else nothing
+    remove = look(model, seen) if case.first < 0 else lambda: None
+    run, shapes = boost(plugin, model, sgd), []
     for step in range(STEPS):
-        if looks and step == case.first:
-            remove = LOOKS[case.look](run.model.unwrap(), seen)
-        if remove is not None and step == case.last:
+        if step == case.first:
+            remove = look(run.model.unwrap(), seen)
+        if step == case.last:
             remove()
         images, labels = batch(step)
         loss = cross_entropy(run.model(images.double()), labels)
         run.losses.append(loss.item())
         shapes.append([list(each.shape) for each in seen])
-        if case.rank is None:
-            loss = loss + sum(each.square().mean() for each in seen)
-        run.booster.backward(loss, run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        if straggler is not None and step == 0:
-            relieve(plugin, straggler)  # now the balancer knows what modules keep
+        finish(run, step, loss, seen if case.rank is None else (), straggler)
         seen.clear()
-    if remove is not None:
+    if case.last == STEPS:
         remove()
     return run, shapes
+
+
+def finish(run: Trained, step: int, loss: Tensor, seen: Any, straggler: int | None) -> None:
+    """Make a step, also with a penalty on what was seen. After the first one the balancer knows what modules keep."""
+    run.finish(loss + sum(each.square().mean() for each in seen))
+    if straggler is not None and step == 0:
+        relieve(run.plugin, straggler)
+
+
+def assert_equal(run: Trained, expected: Trained, what: str) -> None:
+    assert run.losses == pytest.approx(expected.losses, rel=1e-10), what
+    with run.plugin.balancer.ordinary_shards():
+        for name, value in run.parameters.items():
+            assert torch.allclose(value, expected.parameters[name], 1e-9, 1e-10), f"{what}: {name}"
 
 
 @checks.on(2, CASES)
@@ -157,25 +159,10 @@ def seen_blocks_stay(cases: list[Case]) -> None:
             what = f"{case}, rank {straggler} is slow"
             with scripted():
                 run, shapes = train(ours(config(reshard_after=MOVED - 1), tp_size=ranks), case, straggler)
-            balancing = run.plugin.balancer
             assert shapes == wanted, what
             everything = case.look == "a hook on all modules"
-            assert balancing.has_resharded != everything, what
-            assert run.losses == pytest.approx(expected.losses, rel=1e-10), what
-            with balancing.ordinary_shards():
-                for name, value in run.parameters.items():
-                    assert torch.allclose(value, expected.parameters[name], 1e-9, 1e-10), f"{what}: {name}"
-
-
-# Callers that ask for something of each head -------------------------------------------------------------------------
-
-
-def _maps(model: nn.Module, step: int) -> dict[str, Any]:
-    return dict(output_attentions=True)
-
-
-def _later_maps(model: nn.Module, step: int) -> dict[str, Any]:
-    return dict(output_attentions=step in (MIGRATES, MOVED))
+            assert run.plugin.balancer.has_resharded != everything, what
+            assert_equal(run, expected, what)
 
 
 def _configured_maps(model: nn.Module, step: int) -> dict[str, Any]:
@@ -183,21 +170,15 @@ def _configured_maps(model: nn.Module, step: int) -> dict[str, Any]:
     return {}
 
 
-def _mask_of_heads(model: nn.Module, step: int) -> dict[str, Any]:
-    return dict(head_mask=torch.linspace(0.5, 1.5, 8 // dist.get_world_size()).double())
-
-
-ASKS: list[tuple[str, Callable[[nn.Module, int], dict[str, Any]]]] = [
-    ("vit", _maps),
-    ("bert", _later_maps),
-    ("vit", _configured_maps),
-    ("bert", _mask_of_heads),
+ASKS: list[tuple[str, str, Callable[[nn.Module, int], dict[str, Any]]]] = [
+    ("maps", "vit", lambda model, step: dict(output_attentions=True)),
+    ("later maps", "bert", lambda model, step: dict(output_attentions=step in (MIGRATES, MOVED))),
+    ("configured maps", "vit", _configured_maps),
+    ("mask", "bert", lambda model, step: dict(head_mask=torch.linspace(0.5, 1.5, 8 // dist.get_world_size()).double())),
 ]
 
 
-def train_family(
-    plugin: Any, family: str, ask: Callable[[nn.Module, int], dict[str, Any]], straggler: int | None = None
-) -> Trained:
+def train_family(plugin: Any, family: str, ask: Callable[..., Any], straggler: int | None = None) -> Trained:
     torch.manual_seed(0)
     model, inputs = BUILDERS[family]()
     model = type(model)(type(model.config)(**(model.config.to_diff_dict() | dict(attn_implementation="eager"))))
@@ -205,30 +186,21 @@ def train_family(
     inputs = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
     for step in range(STEPS):
         outputs = run.model(**inputs, **ask(run.model.unwrap(), step))
-        loss = outputs["loss"]
-        run.losses.append(loss.item())
-        loss = loss + sum(each.square().mean() for each in outputs.get("attentions") or ())
-        run.booster.backward(loss, run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        if straggler is not None and step == 0:
-            relieve(plugin, straggler)
+        run.losses.append(outputs["loss"].item())
+        finish(run, step, outputs["loss"], outputs.get("attentions") or (), straggler)
     return run
 
 
 @checks.on(2)
 def attention_stays_while_a_caller_asks_for_something_of_each_head() -> None:
-    for number, (family, ask) in enumerate(ASKS):
+    for number, (name, family, ask) in enumerate(ASKS):
         expected = train_family(theirs(tp_size=2, custom_policy=None), family, ask)
         for straggler in (0, 1) if IS_THOROUGH else (number // 2,):
-            what = f"{family}, {ask.__name__}, rank {straggler} is slow"
+            what = f"{family}, {name}, rank {straggler} is slow"
             with scripted():
                 run = train_family(ours(config(reshard_after=MOVED - 1), tp_size=2), family, ask, straggler)
             assert run.plugin.balancer.plan.migrate[straggler] > 0.1, what
-            assert run.losses == pytest.approx(expected.losses, rel=1e-10), what
-            with run.plugin.balancer.ordinary_shards():
-                for name, value in run.parameters.items():
-                    assert torch.allclose(value, expected.parameters[name], 1e-9, 1e-10), f"{what}: {name}"
+            assert_equal(run, expected, what)
 
 
 @checks.on(2)

@@ -26,7 +26,10 @@ LATE = 0.4
 NEVER = BalanceConfig(mode="migrate", warmup_iterations=10**6, measure_costs=False)
 
 
-def check_work(migration: str, giver: int, late: int) -> None:
+@checks.on(2, "block", 0, 0)
+@checks.on(2, "block", 1, 0)
+@checks.on(2, "broadcast-reduce", 0, 1)
+def waiting_for_migrated_work_is_no_work(migration: str, giver: int, late: int) -> None:
     """The late rank sleeps before its forward pass; the others wait for what it sends, or for its collectives."""
     run = boost(ours(BalanceConfig(**{**vars(NEVER), "migration": migration}), tp_size=dist.get_world_size()))
     train(run, 1)
@@ -44,15 +47,7 @@ def check_work(migration: str, giver: int, late: int) -> None:
 
 
 @checks.on(2)
-def waiting_for_migrated_work_is_no_work() -> None:
-    check_work("block", 0, late=0)
-    check_work("block", 1, late=0)
-    check_work("broadcast-reduce", 0, late=1)
-
-
-@checks.on(2)
 def a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
-    """A rank that only gives away units does not wait for the rank that takes them before its own products."""
     late, giver = 0, 1
     run = boost(ours(NEVER, tp_size=2))
     train(run, 2)
@@ -142,53 +137,36 @@ def sleep_late(*_: Any) -> None:
         time.sleep(LATE)
 
 
-def check_collectives(places: dict[str, Callable[[Trained], Any]], **options: Any) -> None:
-    """Rank 1 is late at each place in turn, in an iteration; rank 0 waits for it in the collective that follows."""
+def before_the_last_gradient(run: Trained) -> Any:
+    return next(run.model.unwrap().parameters()).register_hook(sleep_late)
+
+
+IN_GROUP, OF_REPLICAS = dict(tp_size=2, max_norm=1.0), dict(tp_size=1)
+PLACES: dict[str, tuple[Callable[[Trained], Any], dict[str, Any]]] = {
+    "embedding": (lambda run: run.model.unwrap().transformer.wte.register_forward_pre_hook(sleep_late), IN_GROUP),
+    "loss": (lambda run: run.model.unwrap().lm_head.register_forward_hook(sleep_late), IN_GROUP),
+    "gradient norm": (before_the_last_gradient, IN_GROUP),
+    "gradients": (before_the_last_gradient, OF_REPLICAS),
+}
+
+
+@checks.on(2, "embedding")
+@checks.on(2, "loss")
+@checks.on(2, "gradient norm")
+@checks.on(2, "gradients")
+def waiting_in_collectives_is_no_work(place: str) -> None:
+    """Rank 1 is late at the place in an iteration; rank 0 waits for it in the collective that follows."""
+    be_late, options = PLACES[place]
     run = boost(ours(BalanceConfig(mode="off"), make_vocab_size_divisible_by=4, **options), gpt2(), sgd)
-    clock = run.plugin.balancer._clock
-    finished: list[Any] = []
-
-    def read() -> list[Any]:
-        times = type(clock).read(clock)
-        finished.extend(times)
-        return times
-
-    clock.read = read
+    clock, finished = run.plugin.balancer._clock, list[Any]()
+    clock.read = lambda: (finished.extend(times := type(clock).read(clock)), times)[1]
     train_on_tokens(run, 2)
     run.plugin.balancer.collect()
-    for place, be_late in places.items():
-        handle = be_late(run)
-        train_on_tokens(run, 1)
-        handle.remove()
-        records = run.plugin.balancer.collect()
-        if records is not None:
-            for seconds in [record.ranks[0] for record in records]:
-                assert seconds.work_seconds < LATE / 2 < seconds.communication_seconds, f"{place}: {seconds}"
-            for times in finished[-1:]:
-                assert sum(work.fixed for work in times.kinds.values()) < LATE / 2, f"{place}: {times}"
-
-
-def first_parameter(run: Trained) -> Any:
-    """The parameter whose gradient is the last one of the backward pass."""
-    return next(run.model.unwrap().parameters())
-
-
-@checks.on(2)
-def waiting_in_collectives_of_tensor_parallelism_is_no_work() -> None:
-    check_collectives(
-        {
-            "embedding": lambda run: run.model.unwrap().transformer.wte.register_forward_pre_hook(sleep_late),
-            "loss": lambda run: run.model.unwrap().lm_head.register_forward_hook(sleep_late),
-            "gradient norm": lambda run: first_parameter(run).register_hook(sleep_late),
-        },
-        tp_size=2,
-        max_norm=1.0,
-    )
-
-
-@checks.on(2)
-def waiting_in_collectives_of_data_parallelism_is_no_work() -> None:
-    check_collectives({"gradients": lambda run: first_parameter(run).register_hook(sleep_late)}, tp_size=1)
+    be_late(run)
+    train_on_tokens(run, 1)
+    for seconds in (record.ranks[0] for record in run.plugin.balancer.collect() or ()):
+        assert seconds.work_seconds < LATE / 2 < seconds.communication_seconds, f"{place}: {seconds}"
+        assert sum(work.fixed for work in finished[-1].kinds.values()) < LATE / 2, f"{place}: {finished[-1]}"
 
 
 test_on_ranks = checks.test()

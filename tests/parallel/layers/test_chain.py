@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,15 +16,15 @@ from torch.nn.functional import cross_entropy
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.layers.chain import Chain, links_of
 from colossal_hetero.profiling.layer_profiler import profile_layers
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.machines import Nodes, machines
 from tests.support.training import batch, boost, pipeline_step, sgd, train_alone
 
-SIZES = {"vgg": 6, "convnext": 10}
-"""Links of the models below."""
+checks = Checks()
 
 
 def make_model(name: str) -> nn.Module:
+    """A chain of six links, or of ten."""
     torch.manual_seed(3)
     if name == "vgg":
         model: Any = VGG([6, "M", 8, 10, "M", 12], num_classes=7)
@@ -39,47 +38,37 @@ def images(number: int, size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     return batch(number, size=size)[0].double().repeat(1, 1, 4, 4), batch(number, size=size)[1]
 
 
-def train(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    plugin = HeteroHybridParallelPlugin(precision="fp32", **options)
-    run = boost(plugin, make_model(name), sgd)
-    size = 6 if plugin.plan is None else plugin.plan.global_batch
-    losses = [pipeline_step(run, iter([images(number, size)])) for number in range(3)]
-    return {"losses": losses, "weights": run.parameters, "last": plugin.is_last_stage()}
-
-
-def check(name: str, results: Sequence[dict[str, Any]], size: int = 6) -> None:
+def train_in_a_pipeline(name: str, size: int = 6, **options: Any) -> None:
+    """Train as one process does."""
+    run = boost(HeteroHybridParallelPlugin(precision="fp32", **options), make_model(name), sgd)
     alone = make_model(name)
-    losses = train_alone(alone, sgd(alone), [images(number, size) for number in range(3)])
-    expected = dict(alone.named_parameters())
-    seen = set()
-    for result in results:
-        if result["last"]:
-            assert result["losses"] == pytest.approx(losses, rel=1e-6)
-        for key, value in result["weights"].items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
-            seen.add(key)
-    assert seen == set(expected)
+    expected = train_alone(alone, sgd(alone), [images(number, size) for number in range(3)])
+    losses = [pipeline_step(run, iter([images(number, size)])) for number in range(3)]
+    if run.plugin.is_last_stage():
+        assert losses == pytest.approx(expected, rel=1e-6)
+    weights = dict(alone.named_parameters())
+    for key, value in run.parameters.items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-9, atol=1e-12)
+    assert set().union(*of_all_ranks(set(run.parameters))) == set(weights)
 
 
-@pytest.mark.parametrize(("name", "layers"), [("vgg", [2, 4]), ("convnext", [1, 5, 4]), ("vgg", [1, 1, 3, 1])])
-def test_a_chain_trains_in_a_pipeline(name: str, layers: list[int]) -> None:
+@checks.on(2, "vgg", [2, 4])
+@checks.on(3, "convnext", [1, 5, 4])
+@checks.on(4, "vgg", [1, 1, 3, 1])
+def a_chain_trains_in_a_pipeline(name: str, layers: list[int]) -> None:
     options = dict(tp_size=1, pp_size=len(layers), num_layers_per_stage=layers, microbatch_size=1)
-    check(name, run_ranks(len(layers), train, name, options))
+    train_in_a_pipeline(name, **options)
 
 
-def profile_and_train(name: str) -> dict[str, Any]:
+@checks.on(2)
+def a_chain_is_measured_and_planned() -> None:
     sample = images(0, 1)
-    profile = profile_layers(make_model(name), sample, cross_entropy, micro_batches=(1, 2), min_seconds=0).profile
+    model = make_model("convnext")
+    profile = profile_layers(model, sample, cross_entropy, micro_batches=(1, 2), min_seconds=0).profile
+    assert profile.blocks == 10 and len(set(profile.sizes[0].output_bytes)) > 3
     cluster = machines(Nodes("Ethernet", [1, 1]), device=profile.devices[0])
     planning = PlanConfig(cluster=cluster, profile=profile, global_batch_size=8)
-    return train(name, dict(plan="auto", planning=planning, pp_size=2)) | {"profile": profile}
-
-
-def test_a_chain_is_measured_and_planned() -> None:
-    results = run_ranks(2, profile_and_train, "convnext")
-    check("convnext", results, 8)
-    profile = results[0]["profile"]
-    assert profile.blocks == SIZES["convnext"] and len(set(profile.sizes[0].output_bytes)) > 3
+    train_in_a_pipeline("convnext", 8, plan="auto", planning=planning, pp_size=2)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +100,6 @@ class AddsInPlace(nn.Module):
 
 def test_a_tensor_that_is_changed_between_modules_breaks_a_chain() -> None:
     assert links_of(AddsInPlace()) is None
+
+
+test_on_ranks = checks.test()

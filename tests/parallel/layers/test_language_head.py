@@ -16,7 +16,6 @@ from torch import Tensor
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
-from colossal_hetero.layers import HeteroVocabParallelLMHead1D
 from colossal_hetero.layers.language_head import OwnLogits
 from tests.support.checks import Checks
 from tests.support.language_models import MODELS, plan_of, tokens, train_on_tokens
@@ -50,9 +49,14 @@ def reference(family: str, model: dict[str, Any], more: dict[str, Any]) -> Train
     return boost(theirs(custom_policy=None, **options(more)), MODELS[family](layers=1, **model), sgd)
 
 
-def head_of(run: Trained) -> HeteroVocabParallelLMHead1D:
-    (head,) = (layer for layer in run.model.modules() if isinstance(layer, HeteroVocabParallelLMHead1D))
+def head_of(run: Trained) -> Any:
+    (head,) = (layer for layer in run.model.modules() if isinstance(layer, VocabParallelLMHead1D))
     return head
+
+
+def outputs_of(run: Trained, inputs: Tensor, labels: Tensor | None) -> Any:
+    given = {} if labels is None else dict(labels=labels)
+    return run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), **given)
 
 
 @checks.on(2)
@@ -92,31 +96,29 @@ def logits_are_those_of_colossalai() -> None:
     """Only training passes with labels use the plan; there, a rank computes its logits when it is asked for them."""
     ranks = dist.get_world_size()
     inputs, labels = tokens(0)
-    arguments = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs))
-    with_labels = arguments | dict(labels=labels)
     family = "llama" if ranks == 2 else "gpt2"
     expected, run = reference(family, {}, {}), boosted(family, {}, {})
     others = (0.0,) * (ranks - 2)
-    run.plugin.balancer.follow(
-        BalancePlan(resize=(0.0, 0.0, *others), migrate=(0.5, 0.0, *others), receive=(0.0, 0.5, *others))
-    )
-    for training, recorded, batch in itertools.product((False, True), (False, True), (arguments, with_labels)):
-        if family == "gpt2" and batch is arguments:
+    run.plugin.balancer.follow(BalancePlan((0.0, 0.0, *others), (0.5, 0.0, *others), (0.0, 0.5, *others)))
+    for training, recorded, given in itertools.product((False, True), (False, True), (None, labels)):
+        if family == "gpt2" and given is None:
             continue  # Colossal-AI's GPT-2 needs labels.
         outputs = []
         for each in (run, expected):
             each.model.train(training)
             with torch.set_grad_enabled(recorded):
-                outputs.append(each.model(**batch))
+                outputs.append(outputs_of(each, inputs, given))
         torch.testing.assert_close(outputs[0].logits, outputs[1].logits)
         torch.testing.assert_close(outputs[0].loss, outputs[1].loss)
-    assert (type(run.model(**with_labels).logits) is OwnLogits) == (head_of(run).block.workload is not None)
+    is_own = type(outputs_of(run, inputs, labels).logits) is OwnLogits
+    assert is_own == (head_of(run).block.workload is not None)
     if ranks > 2:
         return
     without = boosted("llama", {}, {}, mode="auto", head=False)
     without.plugin.balancer.follow(plan_of(0, 2))
     assert head_of(without).block is None and head_of(without)._migration is None
-    torch.testing.assert_close(without.model(**with_labels).logits, expected.model(**with_labels).logits)
+    found, wanted = (outputs_of(each, inputs, labels).logits for each in (without, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 def z_loss(output: Any, labels: Tensor, head: Any) -> Tensor:
@@ -125,9 +127,8 @@ def z_loss(output: Any, labels: Tensor, head: Any) -> Tensor:
 
 def parallel_loss(logits: Tensor, labels: Tensor, head: Any) -> Tensor:
     """Colossal-AI's: the logits go straight into a function of the autograd engine."""
-    return cross_entropy_1d(
-        logits, labels, process_group=head.process_group, vocab_size=head.out_features, dtype=logits.dtype
-    )
+    options = dict(process_group=head.process_group, vocab_size=head.out_features, dtype=logits.dtype)
+    return cross_entropy_1d(logits, labels, **options)
 
 
 def loss_of_logits_alone(output: Any, labels: Tensor, head: Any) -> Tensor:
@@ -158,24 +159,22 @@ LOSSES = (z_loss, loss_of_logits_alone, both_losses, changed_in_place, with_a_gr
 @checks.on(3)
 def gradients_of_own_losses_of_logits_are_exact() -> None:
     ranks = dist.get_world_size()
-    families = ("gpt2", "llama") if ranks == 2 else ("llama",)
-    for number, (loss_of, family) in enumerate(itertools.product(LOSSES, families)):
+    for number, (loss_of, family) in enumerate(
+        itertools.product(LOSSES, ("gpt2", "llama")[-2 if ranks == 2 else -1 :])
+    ):
         if number % 4 not in (0, 3) and not IS_THOROUGH:
             continue
         sender = number // 2 % ranks
         runs = [reference(family, {}, {}), boosted(family, {}, {})]
         runs[1].plugin.balancer.follow(plan_of(sender, ranks))
         for run in runs:
-            (head,) = (each for each in run.model.modules() if isinstance(each, VocabParallelLMHead1D))
             for step, micro in itertools.product(range(2), range(2)):
                 inputs, labels = tokens(step + micro)
-                output = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)
-                loss = loss_of(output, labels, head)
+                loss = loss_of(outputs_of(run, inputs, labels), labels, head_of(run))
                 run.booster.backward(loss, run.optimizer)
                 run.losses.append(loss.item())
                 if micro:
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
+                    run.finish()
         assert_equal(runs[1], runs[0], f"{family}, rank {sender} slow, {loss_of.__name__}")
 
 
@@ -209,7 +208,7 @@ def logits_can_be_used_like_a_tensor(asked_after_the_step: bool) -> None:
             kept, found_here = [], []
             for micro in range(2):
                 inputs = tokens(micro)[0] % 96
-                output = each.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=inputs)
+                output = outputs_of(each, inputs, inputs)
                 each.booster.backward(output.loss, each.optimizer)
                 kept.append(output.logits)
             if not asked_after_the_step:
@@ -217,16 +216,17 @@ def logits_can_be_used_like_a_tensor(asked_after_the_step: bool) -> None:
             each.optimizer.step()
             found.append(found_here or [values(logits) for logits in kept])
         torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
-        output = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=inputs)
+        output = outputs_of(run, inputs, inputs)
         with torch.no_grad():
             head_of(run).weight.add_(1.0)
         if isinstance(output.logits, OwnLogits):
-            with pytest.raises(RuntimeError, match=r"gradient of the logits.*head=False"):
-                output.logits.retain_grad()
-            with pytest.raises(RuntimeError, match=r"gradient of the logits.*head=False"):
-                torch.autograd.grad(output.loss, output.logits)
-            with pytest.raises(RuntimeError, match=r"used after the head's weight was changed.*head=False"):
-                output.logits.argmax(-1)
+            for use, words in (
+                (lambda output=output: output.logits.retain_grad(), "gradient of the logits"),
+                (lambda output=output: torch.autograd.grad(output.loss, output.logits), "gradient of the logits"),
+                (lambda output=output: output.logits.argmax(-1), "used after the head's weight was changed"),
+            ):
+                with pytest.raises(RuntimeError, match=rf"{words}.*head=False"):
+                    use()
 
 
 @checks.on(2)
@@ -245,9 +245,7 @@ def heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
         for run in runs:
             for step in range(2):
                 output = run.model(**inputs)
-                run.booster.backward(output.loss + output.logits.float().square().mean(), run.optimizer)
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+                run.finish(output.loss + output.logits.float().square().mean())
                 if run is runs[1] and step == 0:
                     run.plugin.balancer.follow(plan_of(0, 2))
             logits.append(output.logits.detach())
@@ -269,7 +267,7 @@ def in_mode_auto_rows_of_the_head_can_migrate() -> None:
     assert math.fsum(kind.weight for kind in balancer.kinds) == pytest.approx(1.0)
     number = head_of(run).kind
     inputs, _ = tokens(0)
-    loss = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits.square().mean()
+    loss = outputs_of(run, inputs, None).logits.square().mean()
     run.booster.backward(loss, run.optimizer)
     run.optimizer.step()
     assert not balancer._applier.present_kinds()[number].moves

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from colossal_hetero import BalanceConfig
@@ -30,21 +31,20 @@ def runs(**options: Any) -> list[Trained]:
 
 @checks.on(2)
 def second_derivatives_are_refused() -> None:
+    def refused(loss: Tensor, inputs: Any) -> None:
+        with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
+            torch.autograd.grad(loss, inputs, create_graph=True)
+
     for run in runs():
         images, labels = batch()
         images.requires_grad_()
-        loss = loss_of(run.model(images), labels)
-        with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
-            torch.autograd.grad(loss, images, create_graph=True)
+        refused(loss_of(run.model(images), labels), images)
         torch.autograd.grad(run.model(images).sum(), images)
-        loss = loss_of(run.model(images), labels)
-        with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
-            torch.autograd.grad(loss, [p for p in run.model.parameters() if p.requires_grad], create_graph=True)
+        refused(loss_of(run.model(images), labels), [each for each in run.model.parameters() if each.requires_grad])
     run = boost(ours(tp_size=2, parallel_output=True), llama(), sgd)
     inputs, labels = tokens(0)
     loss = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels).loss
-    with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
-        torch.autograd.grad(loss, list(run.model.parameters())[:1], create_graph=True)
+    refused(loss, list(run.model.parameters())[:1])
 
 
 @checks.on(2)
@@ -61,17 +61,10 @@ def autocast_around_training_passes_is_refused() -> None:
             torch.testing.assert_close(cast.float(), run.model(images), rtol=0.1, atol=0.1)
 
 
-def pruned(layer: nn.Module) -> None:
-    prune.l1_unstructured(layer, "weight", amount=0.5)
-
-
-def pruned_bias(layer: nn.Module) -> None:
-    prune.random_unstructured(layer, "bias", amount=0.5)
-
-
+pruned = partial(prune.l1_unstructured, name="weight", amount=0.5)
 COMPUTED: tuple[Callable[[Any], Any], ...] = (
     *(parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal),
-    *(weight_norm, spectral_norm, pruned, pruned_bias),
+    *(weight_norm, spectral_norm, pruned, partial(prune.random_unstructured, name="bias", amount=0.5)),
 )
 
 

@@ -18,7 +18,7 @@ from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import block_rules, hetero_layers
 from tests.support.checks import Checks
-from tests.support.language_models import MODELS, gpt2, plan_of, train_on_tokens
+from tests.support.language_models import MODELS, plan_of, train_on_tokens
 from tests.support.migration_runs import assert_equal
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
 
@@ -43,8 +43,7 @@ def boosted(family: str, sequence: str | None, **choices: Any) -> Trained:
 @checks.on(2)
 @checks.on(3)
 def migration_is_exact_with_sequence_parallelism() -> None:
-    """Each rank is the straggler in two successive iterations; its units migrate in the first one, and are given away
-    for good in the second one."""
+    """Each rank is slow in two iterations; its units migrate in the first one, and for good in the second one."""
     ranks = dist.get_world_size()
     for family, mode in (("gpt2", "split_gather"), ("llama", "ring")):
         what = f"{family}, {mode}, {ranks} ranks"
@@ -86,20 +85,17 @@ def blocks_are_resized_with_sequence_parallelism() -> None:
 
 @checks.on(2)
 def columns_are_refused_with_sequence_parallelism() -> None:
-    for mode, form in (("resize", r"Pruning\(resizing='block'\)"), ("migrate", "migration='block'")):
-        columns = (
-            dict(mode=mode, pruning=Pruning(resizing="column"))
-            if mode == "resize"
-            else dict(mode=mode, migration="broadcast-reduce")
-        )
+    for mode, form, columns in (
+        ("resize", r"Pruning\(resizing='block'\)", dict(pruning=Pruning(resizing="column"))),
+        ("migrate", "migration='block'", dict(migration="broadcast-reduce")),
+    ):
         with pytest.raises(ValueError, match=rf"{mode}.* columns .*seq_parallel_mode='split_gather'.*choose {form}"):
-            boosted("gpt2", "split_gather", **columns)
+            boosted("gpt2", "split_gather", mode=mode, **columns)
     rules = {name: rule for name, rule in block_rules.RULES.items() if name != "transformers.GPT2Attention"}
     with patch.object(block_rules, "RULES", rules):
-        migrate = BalanceConfig(mode="migrate", measure_costs=False)
         with pytest.raises(ValueError, match=r"attn\.c_attn, which is in no block.* choose mode 'auto'"):
-            boost(ours(migrate, **options("split_gather")), gpt2(layers=1))
-        run = boost(ours(BalanceConfig(mode="auto", measure_costs=False), **options("split_gather")), gpt2(layers=1))
+            boosted("gpt2", "split_gather", mode="migrate")
+        run = boosted("gpt2", "split_gather")
     assert {layer.block is None for layer in hetero_layers(run.model).values()} == {True, False}
     train_on_tokens(run, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -46,16 +47,8 @@ def loss_of(model: VisionTransformer) -> torch.Tensor:
     return cross_entropy(model(images), labels)
 
 
-class GatedAttention(Attention):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, gated=True, **kwargs)
-
-
-class WideAttention(Attention):
-    """Heads of width 5, although the embedding has 3 features per head."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, attn_head_dim=5, **kwargs)
+def attention(**options: Any) -> type[Attention]:
+    return type("OtherAttention", (Attention,), {"__init__": partialmethod(Attention.__init__, **options)})
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -67,8 +60,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "attention pool": dict(class_token=False, global_pool="map"),
     "SwiGLU": dict(mlp_layer=SwiGLU, mlp_ratio=2),
     "packed SwiGLU": dict(mlp_layer=SwiGLUPacked, mlp_ratio=4),
-    "gated attention": dict(attn_layer=GatedAttention),
-    "wide heads": dict(attn_layer=WideAttention),
+    "gated attention": dict(attn_layer=attention(gated=True)),
+    "wide heads": dict(attn_layer=attention(attn_head_dim=5)),
     "ResPostBlock": dict(block_fn=ResPostBlock),
     "ParallelThingsBlock": dict(block_fn=ParallelThingsBlock),
 }
@@ -85,9 +78,6 @@ def loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
         if name == "plain":
             counts = {"HeteroFusedLinear1D_Col": 2, "HeteroLinear1D_Col": 2, "HeteroLinear1D_Row": 4}
             assert parallel_layer_counts(sharded) == counts
-
-
-# Randomness ---------------------------------------------------------------------------------------------------------
 
 
 def _seeded_loss_of(model: VisionTransformer) -> torch.Tensor:
@@ -139,9 +129,6 @@ def dropout_is_equal_on_replicated_features_and_differs_on_divided_ones(fused_at
         assert first[name] != second[name], name
 
 
-# What cannot be sharded ---------------------------------------------------------------------------------------------
-
-
 @checks.on(2)
 def the_error_names_the_part_that_cannot_be_sharded() -> None:
     expected = {
@@ -152,19 +139,13 @@ def the_error_names_the_part_that_cannot_be_sharded() -> None:
         "scale_mlp_norm=False": dict(scale_mlp_norm=True),
         "blocks.0 is a ParallelScalingBlock": dict(block_fn=ParallelScalingBlock),
         "blocks.0.attn is a DiffAttention": dict(attn_layer="diff", num_heads=6),
-        "blocks.0.mlp is a _GrnMlp": dict(mlp_layer=_GrnMlp),
+        "blocks.0.mlp is a GlobalResponseNormMlp": dict(
+            mlp_layer=lambda norm_layer, **sizes: GlobalResponseNormMlp(**sizes)
+        ),
     }
     for part, options in expected.items():
         with pytest.raises(ValueError, match=re.escape(part)):
             shard(vit(**options))
-
-
-class _GrnMlp(GlobalResponseNormMlp):
-    def __init__(self, *args: Any, norm_layer: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-
-# Pipeline -----------------------------------------------------------------------------------------------------------
 
 
 def _pipeline(tp_size: int, options: dict[str, Any], plugin_options: dict[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,26 @@ from torch import Tensor
 
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.config import BalanceConfig, Pruning
-from colossal_hetero.balance.pruning import SAMPLED_ROWS, ColumnSelector, WeightVariation, make_selector
+from colossal_hetero.balance.pruning import SAMPLED_ROWS, WeightVariation, make_selector
 from colossal_hetero.layers.workload import Workload
 
 RULES = ("random", "priority", "priority-diff", "norm-product")
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda matrix: matrix,
-    "conv1d": lambda matrix: matrix.t().contiguous().t(),  # the view [N, L] of a weight stored as [L, N]
-}
-DTYPES = (torch.float32, torch.bfloat16)
-every_weight = [
-    pytest.param(layout, dtype, id=f"{layout}-{dtype}".replace("torch.", "")) for layout in LAYOUTS for dtype in DTYPES
-]
+every_weight = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+every_layout = pytest.mark.parametrize("transposed", [False, True])
+
+
+def laid_out(matrix: Tensor, transposed: bool) -> Tensor:
+    """``[N, L]``; with ``transposed`` the view of a weight that is stored as ``[L, N]``."""
+    return matrix.t().contiguous().t() if transposed else matrix
 
 
 def weight_and_input(
-    layout: str, dtype: torch.dtype, outputs: int = 7, columns: int = 13, rows: int = 11, seed: int = 0
+    transposed: bool = False, dtype: torch.dtype = torch.float32, columns: int = 13, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """``W [N, L]`` stored in the given layout and ``X [M, L]``."""
+    """``W [7, L]`` stored in the given layout and ``X [11, L]``."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(outputs, columns, generator=generator).to(dtype)
-    return LAYOUTS[layout](weight), torch.randn(rows, columns, generator=generator).to(dtype)
+    weight, x = (torch.randn(rows, columns, generator=generator).to(dtype) for rows in (7, 11))
+    return laid_out(weight, transposed), x
 
 
 def indices(kept: Tensor) -> list[int]:
@@ -41,9 +39,10 @@ def indices(kept: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("layout, dtype", every_weight)
-def test_kept_columns_are_as_many_as_asked_for_and_ascending(rule: str, layout: str, dtype: torch.dtype) -> None:
-    weight, x = weight_and_input(layout, dtype)
+@every_layout
+@every_weight
+def test_kept_columns_are_as_many_as_asked_for_and_ascending(rule: Any, transposed: bool, dtype: torch.dtype) -> None:
+    weight, x = weight_and_input(transposed, dtype)
     selector = make_selector(rule, weight, seed=3)
     for count in (1, 5, 12, 13):
         for _ in range(3):
@@ -56,71 +55,60 @@ def test_kept_columns_are_as_many_as_asked_for_and_ascending(rule: str, layout: 
 
 
 def test_random_draws_anew_and_by_the_seed() -> None:
-    weight, x = weight_and_input("linear", torch.float32, columns=40)
+    weight, x = weight_and_input(columns=40)
 
     def draws(seed: int) -> list[list[int]]:
         selector = make_selector("random", weight, seed)
         return [indices(selector(x, weight, 20)) for _ in range(5)]
 
-    assert draws(1) == draws(1)
-    assert draws(1) != draws(2)
+    assert draws(1) == draws(1) != draws(2)
     assert len({tuple(drawn) for drawn in draws(1)}) == 5
-    counts = np.bincount(np.concatenate(draws(1) + draws(2) + draws(3) + draws(4)), minlength=40)
+    counts = np.bincount(np.concatenate([drawn for seed in range(1, 5) for drawn in draws(seed)]), minlength=40)
     assert (counts > 0).all(), "some column is never kept"
 
 
-@pytest.mark.parametrize("layout, dtype", every_weight)
+@every_layout
+@every_weight
 @pytest.mark.parametrize("seed", range(3))
-def test_norm_product_is_the_top_k_of_the_products_of_norms(layout: str, dtype: torch.dtype, seed: int) -> None:
-    weight, x = weight_and_input(layout, dtype, seed=seed)
+def test_norm_product_is_the_top_k_of_the_products_of_norms(transposed: bool, dtype: torch.dtype, seed: int) -> None:
+    weight, x = weight_and_input(transposed, dtype, seed=seed)
     score = [float(x[:, i].float().norm() * weight[:, i].float().norm()) for i in range(13)]
     expected = sorted(sorted(range(13), key=lambda i: -score[i])[:6])
     assert indices(make_selector("norm-product", weight, 0)(x, weight, 6)) == expected
 
 
-def test_norm_product_samples_rows_of_a_long_input() -> None:
-    weight = torch.ones(3, 4)
+def test_norm_product_samples_rows_of_a_long_input_and_does_not_overflow_in_half_precision() -> None:
     x = torch.zeros(5 * SAMPLED_ROWS, 4)
     x[::5] = torch.tensor([0.0, 2.0, 0.0, 1.0])  # the rows that are looked at
-    assert indices(make_selector("norm-product", weight, 0)(x, weight, 2)) == [1, 3]
-
-
-def test_norm_product_does_not_overflow_in_half_precision() -> None:
-    """A column's norm may be above the largest number of its dtype (65504 in fp16)."""
-    x = torch.full((64, 3), 3e4, dtype=torch.float16)
-    weight = torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.float16)
+    assert indices(make_selector("norm-product", x, 0)(x, torch.ones(3, 4), 2)) == [1, 3]
+    # A column's norm may be above the largest number of its dtype (65504 in fp16).
+    x, weight = torch.full((64, 3), 3e4, dtype=torch.half), torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.half)
     assert indices(make_selector("norm-product", weight, 0)(x, weight, 2)) == [1, 2]
 
 
-# Weight variation ------------------------------------------------------------------------------------------------
-
-
-def settle(selector: ColumnSelector, weight: Tensor, change: Tensor) -> Tensor:
+def settle(selector: Any, weight: Tensor, change: Tensor) -> Tensor:
     """Change ``weight`` and end an interval in which nothing was pruned."""
     weight = weight + change
     selector.end_interval(weight)
     return weight
 
 
-@pytest.mark.parametrize("layout, dtype", every_weight)
-def test_variation_by_hand(layout: str, dtype: torch.dtype) -> None:
+@every_layout
+@every_weight
+def test_variation_by_hand(transposed: bool, dtype: torch.dtype) -> None:
     """``δ_i = mean_r |w_ri^t − w_ri^{t−1}|``, of the last interval only."""
-    weight = LAYOUTS[layout](torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]], dtype=dtype))
-    selector = WeightVariation(weight, seed=0)
+    start = laid_out(torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]], dtype=dtype), transposed)
+    selector = WeightVariation(start, seed=0)
     change = torch.tensor([[0.5, -0.25, 0.0, 1.0], [-0.5, 0.0, 0.25, -3.0]], dtype=dtype)
-    weight = settle(selector, weight, change)  # δ = [0.5, 0.125, 0.125, 2]
+    weight = settle(selector, start, change)  # δ = [0.5, 0.125, 0.125, 2]
     x = torch.zeros(1, 4, dtype=dtype)
-    assert indices(selector(x, weight, 1)) == [3]
-    assert indices(selector(x, weight, 2)) == [0, 3]
-    assert selector.candidate_share(0.125) == 0.0  # δ < θ, not ≤
-    assert selector.candidate_share(0.2) == 0.5
-    assert selector.candidate_share(0.6) == 0.75
-    assert selector.candidate_share(9.0) == 1.0
+    assert [indices(selector(x, weight, count)) for count in (1, 2)] == [[3], [0, 3]]
+    # δ < θ, not ≤
+    assert [selector.candidate_share(each).item() for each in (0.125, 0.2, 0.6, 9.0)] == [0.0, 0.5, 0.75, 1.0]
     selector = WeightVariation(weight, seed=0)
     weight = settle(selector, weight, change)
     weight = settle(selector, weight, change.flip(1))  # δ = [2, 0.125, 0.125, 0.5]: the first interval is over
-    assert indices(selector(x, weight, 1)) == [0]
-    assert indices(selector(x, weight, 2)) == [0, 3]
+    assert [indices(selector(x, weight, count)) for count in (1, 2)] == [[0], [0, 3]]
 
 
 class ForgetfulVariation(WeightVariation):
@@ -131,28 +119,21 @@ class ForgetfulVariation(WeightVariation):
         super().end_interval(weight)
 
 
-def intervals_without(selector: WeightVariation, weight: Tensor, count: int, intervals: int) -> list[list[int]]:
-    """Train for some intervals, kept columns varying less each time (as they converge), pruned ones not at all."""
+@pytest.mark.parametrize("kind", [WeightVariation, ForgetfulVariation])
+def test_pruned_columns_come_back_thanks_to_the_incremental_update(kind: type[WeightVariation]) -> None:
+    """Kept columns vary less in each interval (as they converge), pruned ones not at all."""
+    selector = kind(torch.zeros(3, 6), seed=0)
+    # All columns vary in a first interval without pruning; 0 and 1 least, so that these are pruned first.
+    weight = settle(selector, torch.zeros(3, 6), torch.tensor([0.8, 0.9, 1.0, 1.1, 1.2, 1.3]))
     pruned = []
-    for interval in range(intervals):
-        kept = selector(torch.zeros(1, weight.shape[1]), weight, count)
-        weight = weight.clone()
-        weight[:, kept] += 0.5**interval
+    for interval in range(8):
+        kept = selector(torch.zeros(1, 6), weight, 4)
+        weight = weight.index_add(1, kept, torch.full((3, 4), 0.5**interval))
         selector.end_interval(weight)
-        pruned.append(sorted(set(range(weight.shape[1])) - set(indices(kept))))
-    return pruned
-
-
-def test_pruned_columns_come_back_thanks_to_the_incremental_update() -> None:
-    start = torch.zeros(3, 6)
-    for kind, returns in ((WeightVariation, True), (ForgetfulVariation, False)):
-        selector = kind(start, seed=0)
-        # All columns vary in a first interval without pruning; 0 and 1 least, so that these are pruned first.
-        weight = settle(selector, start, torch.tensor([0.8, 0.9, 1.0, 1.1, 1.2, 1.3]))
-        pruned = intervals_without(selector, weight, count=4, intervals=8)
-        assert pruned[0] == [0, 1]
-        came_back = any(0 not in columns for columns in pruned) and any(1 not in columns for columns in pruned)
-        assert came_back is returns, f"{kind.__name__} pruned {pruned}"
+        pruned.append(sorted(set(range(6)) - set(indices(kept))))
+    assert pruned[0] == [0, 1]
+    came_back = all(any(column not in columns for columns in pruned) for column in (0, 1))
+    assert came_back is (kind is WeightVariation), pruned
 
 
 def test_columns_pruned_in_a_part_of_an_interval_keep_their_variation() -> None:
@@ -162,11 +143,8 @@ def test_columns_pruned_in_a_part_of_an_interval_keep_their_variation() -> None:
     weight = settle(selector, weight, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert indices(selector(x, weight, 3)) == [1, 2, 3]
     assert indices(selector(x, weight, 4)) == [0, 1, 2, 3]
-    selector.end_interval(weight + torch.tensor([9.0, 1.0, 0.5, 0.25]))
-    assert indices(selector(x, weight, 2)) == [0, 1]  # δ = [1 (kept), 1, ½, ¼]
-
-
-# Through the applier ---------------------------------------------------------------------------------------------
+    selector.end_interval(weight + torch.tensor([9.0, 3.0, 2.0, 0.25]))
+    assert indices(selector(x, weight, 2)) == [1, 2]  # δ = [1 (kept), 3, 2, ¼]
 
 
 class PlainLayer:
@@ -175,17 +153,12 @@ class PlainLayer:
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
         self.workload: Workload | None = None
-        self.begun = 0
-
-    @property
-    def contraction_columns(self) -> int:
-        return self.matrix.shape[1]
+        self.contraction_columns = matrix.shape[1]
 
     def assign(self, workload: Workload | None, migration: None = None) -> None:
         self.workload = workload
 
-    def begin_iteration(self) -> None:
-        self.begun += 1
+    def begin_iteration(self) -> None: ...
 
     def kept(self) -> list[int]:
         assert self.workload is not None
@@ -193,14 +166,15 @@ class PlainLayer:
         return indices(self.workload.select(torch.zeros(1, self.contraction_columns), self.matrix, count))
 
 
-def resizer(layers: dict[str, PlainLayer], interval: int = 2, **options: Any) -> Applier:
-    return Applier(layers, [], BalanceConfig(mode="resize", pruning=Pruning(resizing="column", **options)), interval)  # type: ignore[arg-type]
+def resizer(interval: int, *layers: PlainLayer, **options: Any) -> Applier:
+    config = BalanceConfig(mode="resize", pruning=Pruning(resizing="column", **options))
+    return Applier(dict(enumerate(layers)), [], config, interval)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_becomes_slow_knows_how_weights_varied_before() -> None:
     """Stragglers of SEMI's Figs. 7 to 9 change with each epoch."""
     layer = PlainLayer(torch.zeros(3, 6))
-    resize = resizer({"layer": layer}, interval=3, priority="priority")
+    resize = resizer(3, layer, priority="priority")
 
     def epoch(*changes: float) -> None:
         for _ in range(3):
@@ -220,7 +194,7 @@ def test_a_rank_that_becomes_slow_knows_how_weights_varied_before() -> None:
 
 def test_a_changed_ratio_keeps_the_priorities() -> None:
     layer = PlainLayer(torch.zeros(3, 8))
-    resize = resizer({"layer": layer}, interval=1, priority="priority")
+    resize = resizer(1, layer, priority="priority")
     resize.prune(0.5)
     first = layer.kept()
     layer.matrix[:, first] += 1.0
@@ -234,31 +208,26 @@ def test_a_changed_ratio_keeps_the_priorities() -> None:
 
 
 def test_priority_diff_prunes_quiet_layers_more_within_the_budget() -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"quiet": (30, 200), "half": (20, 100), "busy": (50, 160)}
-    layers = {name: PlainLayer(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
-    resize = resizer(layers, interval=2, priority="priority-diff", variation_threshold=1e-3)
-    ratio = 0.4
+    generator, ratio = torch.Generator().manual_seed(0), 0.4
+    layers = [PlainLayer(torch.randn(shape, generator=generator)) for shape in ((30, 200), (20, 100), (50, 160))]
+    _, half, busy = layers
+    resize = resizer(2, *layers, priority="priority-diff", variation_threshold=1e-3)
     resize.prune(ratio)
-    costs = {name: layer.matrix.numel() for name, layer in layers.items()}
 
-    def ratios() -> dict[str, float]:
-        return {name: layer.workload.prune for name, layer in layers.items() if layer.workload}
+    def ratios() -> list[float]:
+        return [layer.workload.prune for layer in layers if layer.workload]
 
-    def budget(of: dict[str, float]) -> float:
-        return sum(costs[name] * of[name] for name in layers) / sum(costs.values())
-
-    assert ratios() == pytest.approx(dict.fromkeys(layers, ratio))  # nothing is known yet
+    assert ratios() == pytest.approx([ratio] * 3)  # nothing is known yet
     for _ in range(4):  # two intervals, so that every column has a variation
-        for layer in layers.values():
+        for layer in layers:
             layer.kept()
-        layers["busy"].matrix += 0.01
-        layers["half"].matrix[:, :50] += 0.01
+        busy.matrix += 0.01
+        half.matrix[:, :50] += 0.01
         resize.end_iteration()
     resize.end_iteration()  # ratios change one iteration after an interval has ended
     after = ratios()
-    assert after["quiet"] > after["half"] > after["busy"] > 0
-    assert budget(after) == pytest.approx(ratio)
+    assert after == sorted(after, reverse=True) and after[-1] > 0
+    assert np.average(after, weights=[layer.matrix.numel() for layer in layers]) == pytest.approx(ratio)
     assert resize.shares.resized == pytest.approx(ratio, abs=0.01)  # up to whole columns
-    for name, layer in layers.items():
-        assert len(layer.kept()) == layer.contraction_columns - round(after[name] * layer.contraction_columns)
+    for layer, found in zip(layers, after, strict=True):
+        assert len(layer.kept()) == layer.contraction_columns - round(found * layer.contraction_columns)

@@ -16,65 +16,49 @@ from colossal_hetero.layers.unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT
 from colossal_hetero.layers.workload import Lineage
 
 
-class Kernels:
-    """Stands in for apex's module, and counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def wgrad_gemm_accum_fp32(self, x: Tensor, dy: Tensor, grad: Tensor) -> None:
-        self.calls += 1
-        grad.add_(dy.t().matmul(x))
-
-
 @pytest.fixture
-def kernels() -> Any:
-    kernels = Kernels()
+def calls() -> Any:
+    """Calls of what stands in for apex's kernel."""
+    made: list[Any] = []
+
+    def add(x: Tensor, dy: Tensor, grad: Tensor) -> None:
+        made.append(grad.add_(dy.t().matmul(x)))
+
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
     with (
         patch.object(_operation, "_grad_accum_fusion_available", True),
         patch.object(_operation, "fused_weight_gradient_mlp_cuda", kernels, create=True),
     ):
-        yield kernels
+        yield made
 
 
-def passes(product: Any, shape: tuple[int, int] = (4, 6), count: int = 3) -> Tensor:
-    """The weight's gradient after some passes without clearing it."""
+def passes(product: Any, shape: tuple[int, int] = (4, 6)) -> Tensor:
+    """The weight's gradient after three passes without clearing it."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(*shape, generator=generator, requires_grad=True)
-    for _ in range(count):
+    for _ in range(3):
         product(torch.randn(5, 6, generator=generator), weight).square().sum().backward()
     assert weight.grad is not None
     return weight.grad
 
 
-def ours(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    return parallel_product(x, weight, None, ProductContext(LINEAR_LAYOUT, **options))
+def ours(layout: Any = LINEAR_LAYOUT, **options: Any) -> Any:
+    return lambda x, weight: parallel_product(x, weight, None, ProductContext(layout, **options))
 
 
-def theirs(x: Tensor, weight: Tensor) -> Tensor:
-    return _operation.linear_with_async_comm(x, weight, None, None, False)
+def test_later_passes_add_to_the_gradient_in_the_kernel_as_colossalais_layers_do(calls: list[Any]) -> None:
+    mine = passes(ours())
+    assert len(calls) == 2  # in the first pass there is no gradient to add to
+    theirs = passes(lambda x, weight: _operation.linear_with_async_comm(x, weight, None, None, False))
+    assert torch.equal(mine, theirs) and len(calls) == 4
 
 
-def test_later_passes_add_to_the_gradient_in_the_kernel_as_colossalais_layers_do(kernels: Kernels) -> None:
-    mine = passes(ours)
-    assert kernels.calls == 2  # in the first pass there is no gradient to add to
-    assert torch.equal(mine, passes(theirs))
-    assert kernels.calls == 4
-
-
-def test_no_kernel_where_it_does_not_fit(kernels: Kernels) -> None:
-    kept = torch.tensor([0, 2, 5])
-    lineage = Lineage(kept, "zero", {})
-    slow = SimpleNamespace(calls=0)
-
-    def slow_down(product: Any) -> Tensor:
-        slow.calls += 1
-        return product()
-
-    pruned = passes(lambda x, weight: ours(x, weight, lineage=lineage))
+def test_no_kernel_where_it_does_not_fit(calls: list[Any]) -> None:
+    kept, slowed = torch.tensor([0, 2, 5]), list[Tensor]()
+    pruned = passes(ours(lineage=Lineage(kept, "zero", {})))
     assert pruned[:, [1, 3, 4]].abs().max() == 0 and pruned[:, kept].abs().min() > 0
-    passes(lambda x, weight: ours(x, weight, slow_down=slow_down))
-    assert slow.calls == 9
-    conv = passes(lambda x, weight: parallel_product(x, weight, None, ProductContext(CONV1D_LAYOUT)), (6, 4))
-    assert kernels.calls == 0
+    passes(ours(slow_down=lambda product: (slowed.append(product()), slowed[-1])[1]))
+    assert len(slowed) == 9
+    conv = passes(ours(CONV1D_LAYOUT), (6, 4))
     assert torch.allclose(conv, passes(lambda x, weight: x @ weight, (6, 4)))
+    assert not calls

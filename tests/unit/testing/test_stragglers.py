@@ -1,4 +1,4 @@
-"""Injected stragglers: which ranks a schedule slows and when, and how products are slowed."""
+"""Injected stragglers: which ranks a schedule slows and when, how products are slowed, and repeated passes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import pytest
 import torch
 
 from colossal_hetero.layers import linear
+from colossal_hetero.testing import Stragglers, inject_stragglers, parse_slowdowns
 from colossal_hetero.testing import stragglers as module
-from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+from colossal_hetero.testing.stragglers import repeat_passes
 
 IMPOSSIBLE = (0.5, -2.0, float("nan"), float("inf"))
+
+
+def test_slowdowns_by_rank() -> None:
+    assert parse_slowdowns("1:4") == {1: 4.0}
+    assert parse_slowdowns(" 3:2.5 , 0:8 ") == {3: 2.5, 0: 8.0}
+    for text in ("", "2", "1:", ":4", "0:x", "x:2", "1:2,", "1:2:3", "1.5:2"):
+        with pytest.raises(ValueError, match="is not RANK:FACTOR; for example, 3:2"):
+            parse_slowdowns(text)
+    with pytest.raises(ValueError, match="rank 0 is given twice in '0:2,1:3,0:4'"):
+        parse_slowdowns("0:2,1:3,0:4")
 
 
 def table(stragglers: Stragglers, periods: int) -> list[list[float]]:
@@ -29,73 +40,59 @@ def test_random_draws_new_ranks_in_every_period() -> None:
     def drawn(seed: int) -> list[list[float]]:
         return table(Stragglers(slowdowns={0: 4.0, 3: 2.0}, schedule="random", world_size=4, seed=seed), 60)
 
-    for slowdowns in drawn(0):
-        assert sorted(slowdowns) == [1.0, 1.0, 2.0, 4.0]
-    assert drawn(0) == drawn(0), "ranks would disagree about which rank is slow"
-    assert drawn(0) != drawn(1)
+    assert all(sorted(slowdowns) == [1.0, 1.0, 2.0, 4.0] for slowdowns in drawn(0))
+    assert drawn(0) == drawn(0) != drawn(1), "ranks would disagree about which rank is slow"
     places = Counter(slowdowns.index(4.0) for slowdowns in drawn(0))
     assert set(places) == {0, 1, 2, 3} and max(places.values()) < 30
 
 
 @pytest.mark.parametrize("slowdown, products", [(1.0, 100), (4.0, 400), (1.25, 125), (2.5, 250), (1.01, 101)])
 def test_repeating_computes_a_product_factor_times_on_average(slowdown: float, products: int) -> None:
-    slow_down, runs = module._RepeatSlowdown(), []
+    slow_down, runs = module._RepeatSlowdown(), list[int]()
     slow_down.factor = slowdown
     for number in range(100):
         before = len(runs)
-
-        def product(number: int = number) -> torch.Tensor:
-            runs.append(number)
-            return torch.tensor(float(number))
-
-        assert slow_down(product) == number
+        assert slow_down(lambda number=number: torch.tensor((runs.append(number), float(number))[1])) == number
         assert int(slowdown) <= len(runs) - before <= int(slowdown) + 1, "repetitions are not spread evenly"
     assert len(runs) == pytest.approx(products, abs=1)
 
 
-# Injection -------------------------------------------------------------------------------------------------------
-
-
 class Optimizer:
-    def __init__(self) -> None:
-        self.steps = 0
+    steps = 0
 
     def step(self, closure: Any = None) -> str:
         self.steps += 1
         return "stepped"
 
 
-def slowdowns_by_iteration(
-    monkeypatch: pytest.MonkeyPatch, rank: int, iterations: int, per_epoch: int | None = None, **options: Any
-) -> list[float]:
-    """The slowdown χ of a model's only layer on ``rank`` before each step of the optimizer."""
+ROUND_ROBIN = dict(schedule="round-robin", period="iteration")
 
-    class Layer:
-        slow_down: Any = None
 
-    layer, optimizer = Layer(), Optimizer()
+@pytest.mark.parametrize(
+    ("rank", "per_epoch", "options", "expected"),
+    [
+        (0, None, ROUND_ROBIN, [3.0, 1.0, 3.0, 1.0, 3.0]),
+        (1, None, ROUND_ROBIN, [1.0, 3.0, 1.0, 3.0, 1.0]),
+        (0, 3, dict(schedule="round-robin"), [3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 3.0]),
+        # If the schedule changes every iteration, the length of an epoch makes no difference.
+        (0, 3, ROUND_ROBIN, [3.0, 1.0, 3.0, 1.0]),
+        (0, None, {}, [3.0, 3.0, 3.0]),
+        (1, None, {}, [1.0, 1.0, 1.0]),
+    ],
+)
+def test_injection_follows_the_schedule_by_iteration_and_by_epoch(
+    monkeypatch: pytest.MonkeyPatch, rank: int, per_epoch: int | None, options: Any, expected: list[float]
+) -> None:
+    layer, optimizer, seen = type("Layer", (), {"slow_down": None})(), Optimizer(), []
     monkeypatch.setattr(linear, "hetero_layers", lambda model: {"layer": layer})
     monkeypatch.setattr(module.dist, "get_rank", lambda: rank)
-    stragglers = Stragglers(slowdowns={0: 3.0}, world_size=2, **options)
-    inject_stragglers(torch.nn.Linear(1, 1), optimizer, stragglers, per_epoch)
-    seen = []
-    for _ in range(iterations):
+    inject_stragglers(
+        torch.nn.Linear(1, 1), optimizer, Stragglers(slowdowns={0: 3.0}, world_size=2, **options), per_epoch
+    )
+    for _ in expected:
         seen.append(layer.slow_down.factor)
         assert optimizer.step() == "stepped"
-    assert optimizer.steps == iterations
-    return seen
-
-
-def test_injection_follows_the_schedule_by_iteration_and_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_iteration = dict(schedule="round-robin", period="iteration")
-    assert slowdowns_by_iteration(monkeypatch, 0, 5, **by_iteration) == [3.0, 1.0, 3.0, 1.0, 3.0]
-    assert slowdowns_by_iteration(monkeypatch, 1, 5, **by_iteration) == [1.0, 3.0, 1.0, 3.0, 1.0]
-    by_epoch = dict(schedule="round-robin")
-    assert slowdowns_by_iteration(monkeypatch, 0, 7, 3, **by_epoch) == [3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 3.0]
-    # If the schedule changes every iteration, the length of an epoch makes no difference.
-    assert slowdowns_by_iteration(monkeypatch, 0, 4, 3, **by_iteration) == [3.0, 1.0, 3.0, 1.0]
-    assert slowdowns_by_iteration(monkeypatch, 0, 3) == [3.0, 3.0, 3.0]
-    assert slowdowns_by_iteration(monkeypatch, 1, 3) == [1.0, 1.0, 1.0]
+    assert seen == expected and optimizer.steps == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +114,44 @@ def test_what_cannot_be_slowed_is_refused(options: dict[str, Any], words: str) -
     with pytest.raises(ValueError, match=words):
         stragglers = Stragglers(**{"slowdowns": {0: 3.0}, "world_size": 2, **options})
         inject_stragglers(torch.nn.Linear(1, 1), Optimizer(), stragglers)
+
+
+class Counted(torch.autograd.Function):
+    """Returns its input and records each forward and backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, passes: list[str]) -> torch.Tensor:
+        ctx.passes = passes
+        passes.append("forward")
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.passes.append("backward")
+        return gradient, None
+
+
+def test_repeated_passes_change_only_the_time() -> None:
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    passes: list[str] = []
+    counter = torch.nn.Module()
+    counter.__class__ = type("Counter", (torch.nn.Module,), {"forward": lambda _, value: Counted.apply(value, passes)})
+    models[1].append(counter)
+    names = [name for name, _ in models[1].named_parameters()]
+    repeat_passes(models[1], 5)
+    assert [name for name, _ in models[1].named_parameters()] == names
+    inputs = torch.randn(4, 5)
+    for model in models:
+        for _ in range(2):
+            model(inputs).square().mean().backward()
+    assert passes.count("forward") == passes.count("backward") == 10
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    passes.clear()
+    models[1].eval()
+    models[1](inputs)
+    with torch.no_grad():
+        models[1].train()(inputs)
+    assert passes == ["forward"] * 2

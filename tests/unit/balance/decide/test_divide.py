@@ -52,7 +52,9 @@ def test_every_unit_is_somewhere_once(units: int, plan: BalancePlan, grain: int)
         own = [move for move in division.moves if move.sender == rank]
         covered = [unit for move in own for unit in range(move.start, move.stop)]
         assert covered == list(range(units - division.given(rank), units))
-    assert sum(division.loads) * units == pytest.approx(len(ranks) * units - sum(division.pruned))
+    assert sum(division.kept(rank) + division.taken(rank) for rank in ranks) == len(ranks) * units - sum(
+        division.pruned
+    )
     pairs = Counter((move.sender, move.receiver) for move in division.moves)
     assert all(count == 1 for count in pairs.values())
     assert all(move.units > 0 for move in division.moves)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
 from colossal_hetero.balance import clock as clocks
-from colossal_hetero.balance.clock import CpuClock, CudaClock, IterationTimes
+from colossal_hetero.balance.clock import CpuClock, CudaClock
 from tests.support.fake_device import FakeDevice
 
 
@@ -35,46 +38,43 @@ def host(monkeypatch: pytest.MonkeyPatch) -> HostSeconds:
     return host
 
 
-def run_on_host(clock: CpuClock, host: HostSeconds, parts: list[tuple[str, float]], tag: int = 0) -> IterationTimes:
+def iterate(
+    clock: CpuClock | CudaClock,
+    host: HostSeconds,
+    device: FakeDevice,
+    parts: Sequence[tuple[Any, ...]],
+    after: float = 1.0,
+) -> None:
+    """An iteration of parts, each with its seconds, perhaps a kind, and whether it is inner; then of other work."""
     clock.start()
-    for part, seconds in parts:
-        host.now += seconds
-        clock.mark(part)
-    host.now += 1.0
-    clock.stop(tag)
-    (times,) = clock.read()
-    return times
+    for part, seconds, *kind_and_inner in parts:
+        pass_by(host, device, seconds)
+        clock.mark(part, *kind_and_inner)
+    pass_by(host, device, after)
+    clock.stop()
 
 
-def run(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float]], tag: int) -> None:
-    clock.start()
-    for part, milliseconds in parts:
-        device.milliseconds += milliseconds
-        clock.mark(part)
-    device.milliseconds += 1.0
-    clock.stop(tag)
+def pass_by(host: HostSeconds, device: FakeDevice, seconds: float) -> None:
+    host.now += seconds
+    device.milliseconds += 1e3 * seconds
 
 
 STRETCHES = [("other", 2.0), ("matmul", 5.0), ("block", 4.0), ("matmul", 1.0), ("matmul", 2.0), ("communication", 3.0)]
 """With a second of other work after them."""
 
 
-def assert_parts(times: IterationTimes, unit: float) -> None:
-    assert times.matmul_seconds == pytest.approx(8 * unit)
-    assert times.block_seconds == pytest.approx(4 * unit)
-    assert times.communication_seconds == pytest.approx(3 * unit)
-    assert times.other_seconds == pytest.approx(3 * unit)
-    assert times.work_seconds == pytest.approx(15 * unit)
-
-
 def test_parts_are_told_apart_with_and_without_details(device: FakeDevice, host: HostSeconds) -> None:
-    assert_parts(run_on_host(CpuClock(), host, STRETCHES), 1.0)
-    cuda = CudaClock()
-    for tag, cuda.detailed in enumerate((False, True, False)):
-        run(cuda, device, STRETCHES, tag)
+    cpu, cuda = CpuClock(), CudaClock()
+    iterate(cpu, host, device, STRETCHES)
+    for cuda.detailed in (False, True, False):
+        iterate(cuda, host, device, STRETCHES)
     device.catch_up()  # all are read late, when the wish has long changed
-    for times in cuda.read():
-        assert_parts(times, 1e-3)
+    found = [*cpu.read(), *cuda.read()]
+    assert len(found) == 4
+    for times in found:
+        assert times.matmul_seconds == pytest.approx(8.0) and times.block_seconds == pytest.approx(4.0)
+        assert times.communication_seconds == pytest.approx(3.0) and times.other_seconds == pytest.approx(3.0)
+        assert times.work_seconds == pytest.approx(15.0)
 
 
 ATTENTION, MLP = 0, 1
@@ -101,14 +101,7 @@ def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(
 ) -> None:
     cpu, gpu = CpuClock(), CudaClock()
     for clock in (cpu, gpu):
-        clock.start()
-        for part, seconds, kind in PASSES:
-            host.now += seconds
-            device.milliseconds += 1e3 * seconds
-            clock.mark(part, kind)  # type: ignore[arg-type]
-        host.now += 8.0  # the optimizer step
-        device.milliseconds += 8e3
-        clock.stop()
+        iterate(clock, host, device, PASSES, after=8.0)  # the optimizer step
     assert gpu.read() == []  # the device is still busy
     device.catch_up()
     for times in (*cpu.read(), *gpu.read()):
@@ -118,25 +111,21 @@ def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(
         assert times.work_seconds == pytest.approx(5 + 2.5 + 9.375 + 7 + 8)
 
 
-OVERLAPPED: list[tuple[str, float]] = [
-    ("block", 1.0),
-    ("matmul", 3.0),  # dX
-    ("overlapped", 5.0),  # dW, beside the all-reduce of dX
-    ("other", 0.5),  # the bias
-    ("communication", 2.0),
-    ("other", 0.25),
-    ("matmul", 4.0),  # dX of another layer of the kind, whose dW is not wanted
-    ("communication", 2.0),
+OVERLAPPED = [
+    ("block", 1.0, MLP),
+    ("matmul", 3.0, MLP),  # dX
+    ("overlapped", 5.0, MLP),  # dW, beside the all-reduce of dX
+    ("other", 0.5, MLP),  # the bias
+    ("communication", 2.0, MLP),
+    ("other", 0.25, MLP),
+    ("matmul", 4.0, MLP),  # dX of another layer of the kind, whose dW is not wanted
+    ("communication", 2.0, MLP),
 ]
 
 
-def test_a_product_beside_a_collective_counts_as_measured_on_a_cpu(host: HostSeconds) -> None:
+def test_a_product_beside_a_collective_counts_as_measured_on_a_cpu(device: FakeDevice, host: HostSeconds) -> None:
     clock = CpuClock()
-    clock.start()
-    for part, seconds in OVERLAPPED:
-        host.now += seconds
-        clock.mark(part, MLP)  # type: ignore[arg-type]
-    clock.stop()
+    iterate(clock, host, device, OVERLAPPED)
     (times,) = clock.read()
     assert times.kinds[MLP].movable == 1 + 3 + 5 + 4
     assert times.matmul_seconds == 3 + 5 + 4
@@ -164,16 +153,12 @@ INNER: list[tuple[str, float, bool]] = [
     ("communication", 1.0, False),
     ("matmul", 7.0, True),  # of a block that ends without another product
 ]
-"""The last part is followed by other work of 1 ms."""
+"""In milliseconds. The last part is followed by other work of 1 ms."""
 
 
-def iterate(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float, bool]] = INNER) -> None:
-    clock.start()
-    for part, milliseconds, inner in parts:
-        device.milliseconds += milliseconds
-        clock.mark(part, MLP, inner)  # type: ignore[arg-type]
-    device.milliseconds += 1.0
-    clock.stop()
+def run(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float, bool]] = INNER) -> None:
+    """The parts in milliseconds."""
+    iterate(clock, HostSeconds(), device, [(part, 1e-3 * ms, MLP, inner) for part, ms, inner in parts], after=1e-3)
 
 
 def test_inner_parts_take_events_only_in_detailed_iterations(device: FakeDevice) -> None:
@@ -181,7 +166,7 @@ def test_inner_parts_take_events_only_in_detailed_iterations(device: FakeDevice)
     times, events = [], []
     for clock.detailed in (True, False):
         before = device.recorded
-        iterate(clock, device)
+        run(clock, device)
         events.append(device.recorded - before)
         device.catch_up()
         times += clock.read()
@@ -204,7 +189,7 @@ def test_events_are_read_in_slices_while_there_is_time(device: FakeDevice, monke
     monkeypatch.setattr(clocks, "READ_AT_ONCE", 10)
     parts = [("matmul", 1.0, False)] * 24
     clock = CudaClock()
-    iterate(clock, device, parts)
+    run(clock, device, parts)
     device.catch_up()
     read, finished = [], []
     for _ in range(3):
@@ -215,11 +200,11 @@ def test_events_are_read_in_slices_while_there_is_time(device: FakeDevice, monke
     assert finished[-1][0].kinds[MLP].movable == pytest.approx(24e-3)
     # If every iteration is measured, none is left behind.
     for _ in range(2):
-        iterate(clock, device, parts)
+        run(clock, device, parts)
     device.catch_up()
     assert len(clock.read()) == 1
     for _ in range(3):
-        iterate(clock, device, parts)
+        run(clock, device, parts)
         device.catch_up()
         assert len(clock.read()) == 1
 
@@ -256,5 +241,5 @@ def test_a_gpu_always_waits_for_a_host_that_waits_in_collectives(device: FakeDev
 
 
 def test_few_marks_ask_whether_the_gpu_waits(device: FakeDevice) -> None:
-    iterate(CudaClock(), device, [("matmul", 1.0, False)] * 24)
+    run(CudaClock(), device, [("matmul", 1.0, False)] * 24)
     assert device.queried == 24 // clocks.STARVED_EVERY

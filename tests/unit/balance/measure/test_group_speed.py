@@ -13,14 +13,7 @@ from colossal_hetero.balance import BalanceConfig, BalancePlan
 from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
 from colossal_hetero.balance.plan import RankTimes
 from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
-from colossal_hetero.balance.work_times import (
-    MAX_PATIENCE,
-    MAX_SLOPE,
-    MIN_SLOPE,
-    RELAX_AFTER,
-    Damping,
-    WorkLine,
-)
+from colossal_hetero.balance.work_times import MAX_PATIENCE, MAX_SLOPE, MIN_SLOPE, RELAX_AFTER, Damping, WorkLine
 from tests.support.random_examples import IS_THOROUGH, examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 
@@ -34,63 +27,38 @@ SIMULATED = examples(ordinary=15, thorough=150)
 @SIMULATED
 @given(st.integers(0, 10**6), st.integers(2, 8), st.floats(0, 0.1))
 def test_noise_alone_never_prunes(seed: int, ranks: int, overhead: float) -> None:
-    group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
-    for _ in range(60):
-        group.iterate([1.0] * ranks)
-        assert group.plan == BalancePlan.idle(ranks)
+    plans = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead).run([1.0] * 60)
+    assert set(plans) == {BalancePlan.idle(ranks)}
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.3])
 def test_noise_makes_no_stragglers_beside_a_real_one(noise: float) -> None:
     """As with eight ranks on two cores: the least of eight noisy times is far below the others."""
     for seed in range(20):
-        group = SimulatedGroup(8, RESIZE, seed, noise=noise)
-        for iteration in range(40):
-            group.iterate([4.0 if rank == 3 else 1.0 for rank in range(8)])
-            pruned = {rank for rank, ratio in enumerate(group.plan.resize) if ratio > 0}
-            assert pruned <= {3}, f"seed {seed}, iteration {iteration}: ranks {pruned} prune"
-        assert pruned == {3}, f"seed {seed}: nobody prunes"
+        plans = SimulatedGroup(8, RESIZE, seed, noise=noise).run([4.0] * 40, 3)
+        pruned = [{rank for rank, ratio in enumerate(plan.resize) if ratio > 0} for plan in plans]
+        assert all(ranks <= {3} for ranks in pruned) and pruned[-1] == {3}, f"seed {seed}: {pruned}"
 
 
 @SIMULATED
 @given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
-def test_the_plan_for_a_constant_straggler_lands_on_eq1_in_few_changes(
+def test_the_plan_for_a_straggler_lands_on_eq1_in_few_changes_and_ends_with_it(
     seed: int, ranks: int, slow: int, slowdown: float, overhead: float
 ) -> None:
-    group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
-    slowdowns = [slowdown if rank == slow % ranks else 1.0 for rank in range(ranks)]
-    for _ in range(10):
-        group.iterate([1.0] * ranks)
-    plans = []
-    for _ in range(300):
-        group.iterate(slowdowns)
-        plans.append(group.plan)
     slow %= ranks
-    changes = sum(before != after for before, after in pairwise(plans))
+    group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
+    plans = group.run([1.0] * 10 + [slowdown] * 300, slow)[10:]
     # A ratio is corrected whenever it is known better, mostly two to four times.
+    changes = sum(before != after for before, after in pairwise(plans))
     assert changes <= 12, f"{changes} changes of the plan"
-    ratio = group.plan.resize[slow]
     assert sum(other > 0 for other in group.plan.resize) == 1
     # Pruned to the time of the fastest rank, if the limit of the ratio allows it.
+    ratio = group.plan.resize[slow]
     works = OTHER + 0.7 * slowdown * (1.0 - ratio + overhead)
     assert works == pytest.approx(OTHER + 0.7, rel=0.05) or ratio == RESIZE.largest_resize
-
-
-@SIMULATED
-@given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
-def test_the_plan_recovers_when_the_straggler_goes_away(
-    seed: int, ranks: int, slow: int, slowdown: float, overhead: float
-) -> None:
-    group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
-    for _ in range(20):
-        group.iterate([slowdown if rank == slow % ranks else 1.0 for rank in range(ranks)])
-    before = max(group.plan.resize)
-    assert before > 0.0
-    for iteration in range(40):
-        group.iterate([1.0] * ranks)
-        if iteration >= 4:
-            # A rank that computed only a tenth of its work is not known exactly.
-            assert max(group.plan.resize) < 0.75 * before, f"iteration {iteration}: {group.plan}"
+    later = group.run([1.0] * 40, slow)
+    # A rank that computed only a tenth of its work is not known exactly.
+    assert all(plan.resize[slow] < 0.75 * ratio for plan in later[4:]), later[4]
     assert group.plan == BalancePlan.idle(ranks)
 
 
@@ -99,11 +67,9 @@ def test_the_plan_recovers_when_the_straggler_goes_away(
 def test_a_constant_straggler_ends_within_two_percent_of_the_best_division(ranks: int, slowdown: float) -> None:
     received = 1.5 if ranks in (3, 4) else 1.0
     for slow in range(ranks) if IS_THOROUGH else (0, ranks - 1):
-        slowdowns = [slowdown if rank == slow else 1.0 for rank in range(ranks)]
         group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.03, received=received)
-        for _ in range(150):
-            group.iterate(slowdowns)
-        slopes = [0.7 * each / UNITS for each in slowdowns]
+        group.run([slowdown] * 150, slow)
+        slopes = [0.7 * (slowdown if rank == slow else 1.0) / UNITS for rank in range(ranks)]
         lines = [Line(UNITS, OTHER + UNITS * slope, slope, received * slope, UNITS) for slope in slopes]
         best = fastest_counts(UnitKind(UNITS, 1, UNITS * (ranks - 1)), lines)
         counts = [round(group.load(rank) * UNITS) for rank in range(ranks)]
@@ -152,28 +118,18 @@ def test_equal_work_is_in_seconds_from_the_first_decision_on(length: float) -> N
 @pytest.mark.parametrize("seed", range(4))
 def test_strong_noise_is_no_change_of_speed(seed: int) -> None:
     """As under a CPU quota, where a rank's work varies by a tenth and more between iterations."""
-    group = SimulatedGroup(2, MIGRATE, seed, noise=0.5)
-    plans = []
-    for _ in range(200):
-        group.iterate([4.0, 1.0])
-        plans.append(group.plan.units)
-    changes = sum(before != after for before, after in pairwise(plans[20:]))
+    plans = SimulatedGroup(2, MIGRATE, seed, noise=0.5).run([4.0] * 200)[20:]
+    changes = sum(before.units != after.units for before, after in pairwise(plans))
     assert changes <= 2, f"{changes} changes of the plan"
+    # A single slow iteration is none either.
+    assert set(SimulatedGroup(2, MIGRATE).run(([1.0] * 20 + [9.0]) * 2)) == {BalancePlan.idle(2)}
 
 
 def test_a_slow_drift_is_noticed() -> None:
     group = SimulatedGroup(2, MIGRATE, noise=0.02)
-    for iteration in range(400):
-        group.iterate([1.0 + max(0.0, iteration - 50) / 350, 1.0])
+    group.run([1.0 + max(0.0, iteration - 50) / 350 for iteration in range(400)])
     works = [OTHER + 0.7 * slowdown * group.load(rank) for rank, slowdown in enumerate((2.0, 1.0))]
     assert max(works) < 1.08 * min(works), works
-
-
-def test_a_single_slow_iteration_is_ignored() -> None:
-    group = SimulatedGroup(2, MIGRATE)
-    for iteration in range(60):
-        group.iterate([9.0 if iteration in (20, 40) else 1.0, 1.0])
-        assert group.plan == BalancePlan.idle(2)
 
 
 def test_a_wrong_measurement_cannot_turn_the_line_over() -> None:
@@ -197,69 +153,51 @@ def test_times_at_another_load_are_scaled_to_the_full_share() -> None:
         assert found.work_seconds == pytest.approx(1.0 + found.matmul_seconds)
 
 
-# Flicker ---------------------------------------------------------------------------------------------------------
-
-
-def seconds_unbalanced(pattern: list[float]) -> float:
-    return sum(OTHER + 0.7 * slowdown for slowdown in pattern)
-
-
-def run(group: SimulatedGroup, pattern: list[float]) -> list[BalancePlan]:
-    """The straggler, rank 0, follows the pattern."""
-    plans = []
-    for slowdown in pattern:
-        group.iterate([slowdown, *(1.0,) * (group.ranks - 1)])
-        plans.append(group.plan)
-    return plans
-
-
 @pytest.mark.parametrize("on, off", [(3, 3), (2, 2), (4, 4), (5, 3), (3, 9), (5, 5), (7, 3), (2, 7), (10, 10), (3, 60)])
 def test_flicker_costs_at_most_two_percent(on: int, off: int) -> None:
     for ranks, slowdown in product((2, 4), (2.0, 4.0, 8.0)):
         if IS_THOROUGH or (ranks == 4) == (slowdown == 4.0):
             group = SimulatedGroup(ranks, MIGRATE)
             pattern = ([1.0] * 10 + ([slowdown] * on + [1.0] * off) * 200)[:310]
-            run(group, pattern)
-            assert group.seconds <= 1.02 * seconds_unbalanced(pattern), f"{ranks} ranks, {slowdown} times as slow"
+            group.run(pattern)
+            unbalanced = sum(OTHER + 0.7 * each for each in pattern)
+            assert group.seconds <= 1.02 * unbalanced, f"{ranks} ranks, {slowdown} times as slow"
 
 
 @examples(ordinary=12, thorough=100)
 @given(st.integers(0, 10**6), st.integers(2, 4), st.floats(1.5, 8), st.integers(1, 12))
 def test_irregular_flicker(seed: int, ranks: int, slowdown: float, longest: int) -> None:
     """With noise, and phases of any length."""
-    group = SimulatedGroup(ranks, MIGRATE, seed=seed, noise=0.03)
     pattern = [1.0] * 10
     random = np.random.default_rng(seed)
     while len(pattern) < 300:
         pattern += [slowdown] * int(random.integers(1, longest + 1)) + [1.0] * int(random.integers(1, longest + 1))
-    run(group, pattern)
-    unbalanced = SimulatedGroup(ranks, BalanceConfig(mode="off"), seed=seed, noise=0.03)
-    run(unbalanced, pattern)
+    group, unbalanced = (
+        SimulatedGroup(ranks, config, seed=seed, noise=0.03) for config in (MIGRATE, BalanceConfig(mode="off"))
+    )
+    group.run(pattern)
+    unbalanced.run(pattern)
     assert group.seconds <= 1.02 * unbalanced.seconds
 
 
 @pytest.mark.parametrize("slowdown", [1.5, 4.0, 8.0])
 def test_a_straggler_that_stays_is_answered_within_five_iterations(slowdown: float) -> None:
-    group = SimulatedGroup(2, MIGRATE)
-    plans = run(group, [1.0] * 10 + [slowdown] * 5)
+    plans = SimulatedGroup(2, MIGRATE).run([1.0] * 10 + [slowdown] * 5)
     assert plans[9] == BalancePlan.idle(2) != plans[-1]
 
 
 @pytest.mark.parametrize("on", [2, 3, 5, 12])
 def test_a_straggler_that_stays_is_answered_after_flicker_too(on: int) -> None:
     group = SimulatedGroup(2, MIGRATE)
-    run(group, [1.0] * 10 + ([4.0] * on + [1.0] * 3) * 60)
-    plans = run(group, [4.0] * (MAX_PATIENCE + 3))
-    assert plans[-1] != BalancePlan.idle(2)
-    assert run(group, [1.0] * 5)[-1] == BalancePlan.idle(2)  # and goes as fast as ever
+    group.run([1.0] * 10 + ([4.0] * on + [1.0] * 3) * 60)
+    assert group.run([4.0] * (MAX_PATIENCE + 3))[-1] != BalancePlan.idle(2)
+    assert group.run([1.0] * 5)[-1] == BalancePlan.idle(2)  # and goes as fast as ever
 
 
 def test_flicker_of_one_rank_does_not_delay_the_answer_to_another() -> None:
     group = SimulatedGroup(4, MIGRATE)
-    for iteration in range(198):
-        group.iterate([1.0, 4.0 if iteration % 6 < 3 else 1.0, 1.0, 1.0])
-    for iteration in range(6):
-        group.iterate([1.0, 4.0 if iteration % 6 < 3 else 1.0, 1.0, 3.0])
+    for iteration in range(204):
+        group.iterate([1.0, 4.0 if iteration % 6 < 3 else 1.0, 1.0, 1.0 if iteration < 198 else 3.0])
     assert group.plan.migrate[3] > 0 and group.plan.migrate[1] == 0
 
 

@@ -1,4 +1,4 @@
-"""Records of all ranks together, and the report's bounds against brute force."""
+"""Records of all ranks together, the report's bounds against brute force, and sentences about changes of the plan."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colossal_hetero.balance.latest import SETTLED_AFTER, ChangeTeller, plan_in_words
+from colossal_hetero.balance.plan import BalancePlan, RankTimes
 from colossal_hetero.balance.report import (
-    IterationRecord,
+    BalanceReport,
     LocalRecord,
     ideal_ratio,
     lossless_seconds,
@@ -21,42 +23,37 @@ from colossal_hetero.balance.report import (
 )
 
 
-def local(
-    iteration: int,
-    work: float = 1.0,
-    matmul: float = 0.5,
-    communication: float = 0.1,
-    resized: float = 0.0,
-    exchanged: bool = False,
-    changed: bool = False,
-    equal_work: float | None = None,
-    equal_matmul: float | None = None,
-    **others: Any,
-) -> LocalRecord:
-    return LocalRecord(
-        iteration=iteration,
-        work_seconds=work,
-        matmul_seconds=matmul,
-        communication_seconds=communication,
-        equal_work_seconds=work if equal_work is None else equal_work,
-        equal_matmul_seconds=matmul if equal_matmul is None else equal_matmul,
-        resized=resized,
-        exchanged=exchanged,
-        plan_changed=changed,
-        **others,
-    )
+def local(iteration: int = 0, work: float = 1.0, matmul: float = 0.5, **others: Any) -> LocalRecord:
+    usual = dict(communication_seconds=0.1, resized=0.0, exchanged=False, plan_changed=False)
+    usual |= dict(equal_work_seconds=work, equal_matmul_seconds=matmul)
+    return LocalRecord(iteration=iteration, work_seconds=work, matmul_seconds=matmul, **(usual | others))
 
 
-def test_waiting_is_what_a_rank_spends_in_collectives_beyond_the_last_to_arrive() -> None:
-    per_rank = [[local(0, communication=c), local(1, communication=c + 1)] for c in (0.5, 0.1, 0.3, 0.9)]
-    together = merge_records(per_rank, [[0, 1, 2, 3]])
-    for record in together:
-        assert [rank.wait_seconds for rank in record.ranks] == pytest.approx([0.4, 0.0, 0.2, 0.8])
-    # Two groups of two ranks each: nobody waits for a rank of the other group.
-    for record in merge_records(per_rank, [[0, 1], [2, 3]]):
-        assert [rank.wait_seconds for rank in record.ranks] == pytest.approx([0.4, 0.0, 0.0, 0.6])
-    for record in merge_records(per_rank, [[0, 2], [1, 3]]):
-        assert [rank.wait_seconds for rank in record.ranks] == pytest.approx([0.2, 0.0, 0.0, 0.8])
+def reported(*per_rank: list[LocalRecord]) -> BalanceReport:
+    ranks = list(range(len(per_rank)))
+    found = report(merge_records(per_rank, [ranks]), ranks)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("groups", "waits", "scores"),
+    [
+        ([[0, 1, 2, 3]], [0.4, 0.0, 0.2, 0.8], [0.5, 0.125, 1.0, 1 / 3]),
+        # Two groups of two ranks each: nobody waits for a rank of the other group.
+        ([[0, 1], [2, 3]], [0.4, 0.0, 0.0, 0.6], [1.0, 0.25, 1.0, 1 / 3]),
+        ([[0, 2], [1, 3]], [0.2, 0.0, 0.0, 0.8], [0.5, 0.375, 1.0, 1.0]),
+    ],
+)
+def test_a_rank_is_compared_with_its_group(groups: Any, waits: list[float], scores: list[float]) -> None:
+    """It waits in collectives beyond the last to arrive. Scores are at equal work: pruning makes a rank no faster."""
+    views = list(zip((0.5, 0.1, 0.3, 0.9), (2.0, 8.0, 1.0, 3.0), strict=True))
+    per_rank = [
+        [local(i, communication_seconds=waited + i, equal_work_seconds=work) for i in (0, 1)] for waited, work in views
+    ]
+    for record in merge_records(per_rank, groups):
+        assert [rank.wait_seconds for rank in record.ranks] == pytest.approx(waits)
+        assert [rank.relative_score for rank in record.ranks] == pytest.approx(scores)
 
 
 def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
@@ -65,33 +62,28 @@ def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
     assert merge_records([[local(0)], []], [[0, 1]]) == []
 
 
-def test_an_iteration_is_exchanged_or_changed_if_any_group_did() -> None:
-    flags = [(False, False), (True, False), (True, True), (False, False)]
-    per_rank = [[local(0, exchanged=e, changed=c)] for e, c in flags]
+def test_what_any_group_did_or_noted_is_kept() -> None:
+    flags = [(False, False, ""), (True, False, ""), (True, True, "too slow"), (False, False, "")]
+    per_rank = [[local(exchanged=e, plan_changed=c, note=n)] for e, c, n in flags]
     (record,) = merge_records(per_rank, [[0, 3], [1, 2]])
-    assert record.exchanged and record.plan_changed
+    assert (record.exchanged, record.plan_changed, record.note) == (True, True, "too slow")
     (record,) = merge_records([per_rank[0], per_rank[3]], [[0, 1]])
-    assert not record.exchanged and not record.plan_changed
+    assert (record.exchanged, record.plan_changed, record.note) == (False, False, "")
 
 
 seconds = st.floats(0.01, 100)
-ranks_times = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6)
 
 
-def by_bisection(other: np.ndarray, matmul: np.ndarray) -> float:
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6))
+def test_lossless_seconds_by_bisection(times: list[tuple[float, float]]) -> None:
     """The least ``t ≥ max other`` by which the ranks do e shares of the products."""
+    other, matmul = (np.array(values) for values in zip(*times, strict=True))
     low, high = float(other.max()), float(other.max() + matmul.max() * len(other))
     for _ in range(200):
         middle = (low + high) / 2
         done = (np.maximum(0.0, middle - other) / matmul).sum()
         low, high = (middle, high) if done < len(other) else (low, middle)
-    return high
-
-
-@given(ranks_times)
-def test_lossless_seconds_by_bisection(times: list[tuple[float, float]]) -> None:
-    other, matmul = (np.array(values) for values in zip(*times, strict=True))
-    assert lossless_seconds(other, matmul) == pytest.approx(by_bisection(other, matmul), rel=1e-6)
+    assert lossless_seconds(other, matmul) == pytest.approx(high, rel=1e-6)
 
 
 @given(st.integers(2, 16), st.floats(1, 50), seconds, st.floats(0, 10))
@@ -105,74 +97,82 @@ def test_lossless_seconds_of_one_straggler_is_the_papers_bound(
     assert ideal_ratio({ranks - 1: slowdown}, ranks) == pytest.approx(bound)
 
 
-def records_of(iterations: int) -> list[IterationRecord]:
+def test_report_by_hand() -> None:
     """Rank 1 works 4 s at its full share, of which 3 s are products; from iteration 2 on it prunes half of them."""
     healthy, slow = [], []
-    for i in range(iterations):
+    for i in range(9):
         pruned = i >= 2
-        healthy.append(local(i, work=2.0, matmul=1.0, communication=0.7 if pruned else 2.2))
+        healthy.append(local(i, work=2.0, matmul=1.0, communication_seconds=0.7 if pruned else 2.2))
         work, matmul = (2.5, 1.5) if pruned else (4.0, 3.0)
-        resized = 0.5 if pruned else 0.0
-        slow.append(local(i, work, matmul, 0.2, resized, equal_work=4.0, equal_matmul=3.0, changed=i == 1))
-    return merge_records([healthy, slow], [[0, 1]])
-
-
-def test_report_by_hand() -> None:
-    found = report(records_of(9), [0, 1])
-    assert found is not None
+        equal = dict(equal_work_seconds=4.0, equal_matmul_seconds=3.0, communication_seconds=0.2)
+        slow.append(local(i, work, matmul, resized=0.5 if pruned else 0.0, plan_changed=i == 1, **equal))
+    found = reported(healthy, slow)
     assert found.iterations == 9 and found.changes == 1
     assert found.balanced_seconds == pytest.approx(0.2 + 2.5)
     assert found.unbalanced_seconds == pytest.approx(0.2 + 4.0)
     assert found.homogeneous_seconds == pytest.approx(0.2 + 2.0)
     assert found.bound_seconds == pytest.approx(0.2 + 1.0 + 2 / (1 + 1 / 3))
-    healthy, slow = found.ranks
-    assert (healthy.rank, healthy.resized, healthy.wait_seconds) == (0, 0.0, pytest.approx(0.5))
-    assert (slow.rank, slow.resized, slow.wait_seconds) == (1, 0.5, 0.0)
-    assert (slow.work_seconds, slow.matmul_seconds) == (2.5, 1.5)
-    assert (slow.migrated, slow.received) == (0.0, 0.0)
+    first, second = found.ranks
+    assert (first.rank, first.resized, first.wait_seconds) == (0, 0.0, pytest.approx(0.5))
+    assert (second.rank, second.resized, second.wait_seconds) == (1, 0.5, 0.0)
+    assert (second.work_seconds, second.matmul_seconds, second.migrated, second.received) == (2.5, 1.5, 0.0, 0.0)
 
 
-def test_the_report_takes_medians_of_all_that_is_in_the_records() -> None:
+def test_the_report_takes_medians_and_every_note_once_with_the_latest_last() -> None:
     scores = [0.5, 1.0, 0.25, 0.3, 0.4]
-    views = [local(i, own_score=score, migrated=score, equal_work=4.0) for i, score in enumerate(scores)]
-    found = report(merge_records([[local(i) for i in range(5)], views], [[0, 1]]), [0, 1])
-    assert found is not None
+    views = [local(i, own_score=score, migrated=score, equal_work_seconds=4.0) for i, score in enumerate(scores)]
+    found = reported([local(i) for i in range(5)], views)
     assert [rank.own_score for rank in found.ranks] == [1.0, 0.4]
     assert [rank.relative_score for rank in found.ranks] == [1.0, 0.25]
     assert [rank.migrated for rank in found.ranks] == [0.0, 0.4]
     assert found.saved_seconds == pytest.approx(found.unbalanced_seconds - found.balanced_seconds)
     assert found.waiting_seconds == 0.0 and found.notes == ()
-
-
-def test_the_report_has_every_note_once_and_the_latest_last() -> None:
-    notes = ["", "a", "a", "b", "", "a", "c", "b"]
-    records = merge_records([[local(i, note=note) for i, note in enumerate(notes)]], [[0]])
-    found = report(records, [0])
-    assert found is not None and found.notes == ("a", "c", "b")
+    assert reported([local(i, note=note) for i, note in enumerate(["", *"aab", "", *"acb"])]).notes == ("a", "c", "b")
 
 
 def test_what_was_given_away_for_good_stands_beside_what_migrated() -> None:
-    records = [local(0, resharded=0.4), local(0, received=0.4)]
-    (record,) = merge_records([[each] for each in records], [[0, 1]])
-    assert [rank.resharded for rank in record.ranks] == [0.4, 0.0]
-    found = report([record], [0, 1])
-    assert found is not None
+    found = reported([local(resharded=0.4)], [local(received=0.4)])
+    assert [rank.resharded for rank in found.ranks] == [0.4, 0.0]
     headings = [str(column.header) for column in rank_table(found).columns]
     assert "resharded" in headings and "received" in headings and "migrated" not in headings
     assert moved_shares(0.0, 0.1, 0.0, 0.4) == "migrated 10%, resharded 40%"
 
 
-def test_scores_are_relative_to_the_fastest_rank_of_the_group() -> None:
-    """At equal work: what a rank prunes makes it no faster."""
-    views = [[local(0, equal_work=seconds, work=1.0)] for seconds in (2.0, 8.0, 1.0, 3.0)]
-    (record,) = merge_records(views, [[0, 1], [2, 3]])
-    assert [rank.relative_score for rank in record.ranks] == pytest.approx([1.0, 0.25, 1.0, 1 / 3])
-    (record,) = merge_records(views, [[0, 1, 2, 3]])
-    assert [rank.relative_score for rank in record.ranks] == pytest.approx([0.5, 0.125, 1.0, 1 / 3])
+SLOW = (RankTimes(1.0, 1.0), RankTimes(6.1, 6.1), RankTimes(1.2, 1.2))
+RANKS = (4, 5, 6)
+IDLE, PRUNING = BalancePlan.idle(3), BalancePlan.resizing((0.0, 0.5, 0.0))
+WORDS = "rank 5 takes 6.1 times as long as the fastest for the same layers: 68% of its work now runs on ranks 4, 6"
+FASTER, SLOWER = "; iteration 2.000 s → 1.000 s", "; iteration 1.000 s → 2.000 s"
 
 
-def test_a_note_of_any_group_is_kept() -> None:
-    silent, speaking = local(0), local(0, note="the network is too slow")
-    (record,) = merge_records([[silent], [silent], [speaking], [speaking]], [[0, 1], [2, 3]])
-    assert record.note == "the network is too slow"
-    assert merge_records([[silent]], [[0]])[0].note == ""
+def migrating(share: float) -> BalancePlan:
+    return BalancePlan((0.0,) * 3, (0.0, share, 0.0), (share / 2, 0.0, share / 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "iterations", "told"),
+    [
+        # A change is told when its effect is known.
+        ({10: migrating(0.68)}, 10 + 2 + SETTLED_AFTER, [WORDS + FASTER]),
+        ({10: migrating(0.68)}, 10 + 1 + SETTLED_AFTER, []),
+        ({10: migrating(0.68), 20: IDLE}, 40, [WORDS + FASTER, "ranks 4-6: each does its own work again" + SLOWER]),
+        # Small changes and changes that do not last are not told.
+        ({10: migrating(0.68), 20: migrating(0.65), 30: migrating(0.7)}, 40, [WORDS + FASTER]),
+        ({10: migrating(0.4), 12: migrating(0.68)}, 40, [WORDS + FASTER]),
+        ({10: PRUNING}, 40, ["50% of its work is skipped, which costs accuracy"]),
+    ],
+)
+def test_changes_are_told(changes: dict[int, BalancePlan], iterations: int, told: list[str]) -> None:
+    """What is said in iterations of 2 s without a plan, and of 1 s with one that migrates."""
+    said: list[str] = []
+    teller, moved = ChangeTeller(RANKS, said.append), False
+    for iteration in range(iterations):
+        teller.took(iteration, 1.0 if moved else 2.0)
+        if iteration in changes:
+            teller.changed(iteration, changes[iteration], SLOW)
+            moved = sum(changes[iteration].migrate) > 0
+    assert len(said) == len(told) and all(words in each for words, each in zip(told, said, strict=True)), said
+
+
+def test_a_given_plan_is_told_without_times_if_none_are_known() -> None:
+    assert plan_in_words(migrating(0.5), None, RANKS) == "rank 5: 50% of its work now runs on ranks 4, 6"

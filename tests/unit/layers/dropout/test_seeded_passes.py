@@ -76,44 +76,34 @@ def test_repeated_blocks_draw_the_same(reentrant: bool) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_the_random_state_is_kept_and_used_outside_of_training() -> None:
-    model = Model("012")
-    passes = seeded(model)
-    state = torch.get_rng_state()
-    with passes.run(seed_of):
-        model(inputs(0))
-    assert torch.equal(torch.get_rng_state(), state)
-    model(inputs(0))
-    assert not torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("is_training", [True, False])
-def test_it_is_known_whether_the_model_draws_random_numbers(is_training: bool) -> None:
+def test_it_is_known_whether_the_model_draws_and_the_random_state_is_kept(is_training: bool) -> None:
     model = Model("012").train(is_training)
-    passes = seeded(model)
+    passes, state = seeded(model), torch.get_rng_state()
     with passes.run(seed_of):
         model(inputs(0))
-    assert passes.draws is is_training
+    assert passes.draws is is_training and torch.equal(torch.get_rng_state(), state)
+    model(inputs(0))  # outside of training
+    assert torch.equal(torch.get_rng_state(), state) != is_training
 
 
 def test_parallel_dropout_differs_between_ranks_only_where_it_should() -> None:
     model = Model("012")
     model.blocks["1"][1] = DropoutForParallelInput(0.5)
     model.blocks["2"][1] = DropoutForReplicatedInput(0.5)
-    drawn: dict[int, list[Tensor]] = {}
+    drawn: list[list[Tensor]] = []
     for group_rank in (0, 1):
-        masks = drawn[group_rank] = []
-
-        def note(module: nn.Module, args: tuple[Tensor], output: Tensor, masks: list[Tensor] = masks) -> None:
-            masks.append(output == 0)
-
-        handles = [model.blocks[name][1].register_forward_hook(note) for name in "12"]
+        passes, masks = seeded(model, group_rank), list[Tensor]()
+        hooks = [
+            model.blocks[name][1].register_forward_hook(lambda _, x, y, masks=masks: masks.append(y == 0))
+            for name in "12"
+        ]
         for _ in range(2):
-            with seeded(model, group_rank).run(seed_of):
+            with passes.run(seed_of):
                 model(inputs(0))
-        for handle in handles:
-            handle.remove()
-    for one, other, again, other_again in drawn.values():
-        assert torch.equal(one, again) and torch.equal(other, other_again)
+        for hook in hooks:
+            hook.remove()
+        assert torch.equal(masks[0], masks[2]) and torch.equal(masks[1], masks[3])
+        drawn.append(masks)
     assert not torch.equal(drawn[0][0], drawn[1][0])
     assert torch.equal(drawn[0][1], drawn[1][1])

@@ -108,21 +108,14 @@ def test_query_heads_of_a_group_share_a_unit() -> None:
 
 
 def test_an_exception_in_the_block_leaves_nothing_behind() -> None:
-    def fail(x: Tensor) -> Tensor:
-        raise ValueError("in the block")
-
-    holder = Holder(fail, OWN, -1)
+    holder = Holder(lambda x: F.dropout(x, 1 / 0), OWN, -1)
     for _ in range(2):
-        with pytest.raises(ValueError, match="in the block"):
+        with pytest.raises(ZeroDivisionError):
             holder(torch.ones(2, UNITS))
         assert not _get_current_function_mode_stack()
     holder.inside = lambda x: F.dropout(x, P)
     torch.manual_seed(0)
     assert torch.equal(holder(torch.ones(2, UNITS)), dropped(torch.ones(2, UNITS)))
-
-
-def test_activations_that_do_not_consist_of_units_are_refused() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"inside block has an input of shape \[2, 36\]; .* multiple of the 37 units"
-    ):
+    words = r"inside block has an input of shape \[2, 36\]; .* multiple of the 37 units"
+    with pytest.raises(RuntimeError, match=words):
         dropped(torch.ones(2, 36))

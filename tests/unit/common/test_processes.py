@@ -1,7 +1,8 @@
-"""Ranks that are started on this machine end with the process that started them."""
+"""Ranks that are started on this machine end with the process that started them; lost connections; wrapped methods."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -9,12 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from colossal_hetero.common.launch import start_ranks
+from colossal_hetero.common.methods import wrap_method
+from colossal_hetero.common.ranks import is_lost_connection
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in /proc")
+on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in /proc")
 
 SLEEP = "import time\nfrom colossal_hetero.common.launch import start_ranks\nstart_ranks(2, time.sleep, 60)"
 
@@ -30,6 +34,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@on_linux
 @pytest.mark.parametrize("ranks_before", [0, 1, 2])
 def test_a_signal_ends_the_ranks_and_removes_temporary_files(ranks_before: int, tmp_path: Path) -> None:
     """The signal may also come while ranks are being started."""
@@ -51,6 +56,7 @@ def fail(message: str) -> None:
     raise ValueError(message)
 
 
+@on_linux
 @pytest.mark.parametrize(
     ("run", "arguments", "message"),
     [
@@ -62,3 +68,42 @@ def fail(message: str) -> None:
 def test_the_reason_of_a_rank_that_fails(run: Callable, arguments: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         start_ranks(2, run, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_lost"),
+    [
+        ("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:30331.", True),
+        ("NCCL error in: ProcessGroupNCCL.cpp:1970, remote process exited or there was a network error", True),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)", True),
+        ("NCCL communicator was aborted on rank 0.", True),
+        ("Connection reset by peer", True),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ],
+)
+def test_lost_connections_are_told_from_other_errors(words: str, is_lost: bool) -> None:
+    assert is_lost_connection(words) == is_lost
+
+
+class Counter:
+    count = 1
+
+    def add(self, number: int, *, times: int = 1) -> int:
+        """The count after adding."""
+        self.count += number * times
+        return self.count
+
+
+def test_a_wrapped_method_gets_all_arguments_and_returns_the_result() -> None:
+    counter, order = Counter(), list[str]()
+    for name in ("inner", "outer"):
+
+        def around(method: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
+            order.append(name)
+            return method(*args, **kwargs) * 10
+
+        wrap_method(counter, "add", around)
+    assert counter.add(2, times=3) == 700 and counter.count == 7
+    assert order == ["outer", "inner"]
+    assert counter.add.__name__ == "add" and counter.add.__doc__ == "The count after adding."
+    assert copy.copy(counter).add is counter.add

@@ -1,0 +1,217 @@
+"""Checkpoints are interchangeable with Colossal-AI's plugin while columns are pruned, while work migrates, and while
+units are permanently re-sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from colossal_hetero import BalanceConfig, CheckpointConfig, Pruning
+from colossal_hetero.balance import BalancePlan
+from tests.support.checkpoints import load_checkpoint, save_checkpoint
+from tests.support.harness import run_ranks
+from tests.support.migration_runs import assert_equal, migrating_run, reference_run
+from tests.support.training import Trained, assert_same_parameters, batch, boost, ours, sgd, theirs, tiny_vit
+from tests.support.training import train as train_more
+from tests.support.uneven_runs import STEPS, adamw, small_vit, train, uneven_run
+
+RULES = Pruning(resizing="column", priority="priority", imputation="same", priority_interval=2)
+RESIZE = BalanceConfig(mode="resize", warmup_iterations=10**6, pruning=RULES)
+PIPELINE = dict(tp_size=2, pp_size=2, num_microbatches=3)
+MORE = 2
+
+
+def start(method: str, seed: int = 0, idle: bool = False, **options: Any) -> Trained:
+    """A run in which the last rank of the last stage prunes or gives work away, unless it is ``idle``."""
+    model = tiny_vit(seed, depth=options.get("pp_size", 1))
+    if method != "resize":
+        return migrating_run(method, () if idle else dist.get_world_size() - 1, model, **options)
+    run = boost(ours(RESIZE, **options), model, sgd)
+    if not idle:
+        run.plugin.balancer.follow(BalancePlan.resizing((0.0, 0.75)))
+    return run
+
+
+def check_interchange(folder: Path, method: str, options: dict[str, Any], sharded: bool) -> None:
+    run = start(method, **options)
+    plan = run.plugin.balancer.plan
+    train_more(run, 2)
+    saved = run.parameters
+    save_checkpoint(run, folder / "ours", sharded)
+    for source in ("ours", "theirs"):
+        # Each checkpoint is loaded into models that start from other weights.
+        model = tiny_vit(seed=5, depth=options.get("pp_size", 1))
+        plain = load_checkpoint(reference_run(model, **options), folder / source, sharded)
+        idle = load_checkpoint(start(method, seed=6, idle=True, **options), folder / source, sharded)
+        if source == "ours":
+            assert_same_parameters(plain.parameters, saved, "Colossal-AI's plugin with our checkpoint")
+        else:
+            # Our run loads it while its plan applies, in the middle of an iteration.
+            if run.plugin.pp_size == 1:
+                run.model(batch(77)[0])
+            load_checkpoint(run, folder / source, sharded)
+            assert_same_parameters(run.parameters, plain.parameters, "loaded while the plan applies")
+        assert_same_parameters(idle.parameters, plain.parameters, f"our plugin with the checkpoint {source}")
+        for each in (run, plain, idle):
+            each.losses.clear()
+            train_more(each, 2)
+        assert idle.losses == plain.losses
+        assert_same_parameters(idle.parameters, plain.parameters, f"training continued from the checkpoint {source}")
+        if method != "resize":
+            assert_equal(run, plain, f"after saving or loading {source}")
+        if source == "ours":
+            save_checkpoint(plain, folder / "theirs", sharded)
+    assert run.plugin.balancer.plan == plan
+    if not sharded:
+        alone = tiny_vit(seed=8, depth=1).eval()
+        alone.load_state_dict(torch.load(folder / "ours" / "model.pt", weights_only=True))
+        load_checkpoint(idle, folder / "ours", sharded)
+        idle.model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(idle.model(batch()[0]), alone(batch()[0]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "sharded"),
+    [
+        ("resize", dict(tp_size=2, precision="bf16"), True),
+        ("broadcast-reduce", dict(tp_size=2), False),
+        ("block", PIPELINE, True),
+    ],
+)
+def test_checkpoints_are_interchangeable(method: str, options: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
+    run_ranks(2 * options.get("pp_size", 1), check_interchange, tmp_path, method, options, sharded)
+
+
+def is_uneven(run: Trained) -> bool:
+    """Whether some rank holds other units than its own."""
+    width = len(run.model.unwrap().blocks[0].mlp.fc1.weight)
+    anywhere = torch.tensor(width != 60 // dist.get_world_size(), dtype=torch.int)
+    dist.all_reduce(anywhere)
+    return bool(anywhere)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """All files of a checkpoint, by name, and tensors in them, by the path to them."""
+    found: dict[str, Any] = {}
+
+    def add(path: str, value: Any) -> None:
+        if isinstance(value, dict | list | tuple):
+            found[path] = type(value), len(value)
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                add(f"{path}/{key}", each)
+        else:
+            found[path] = value
+
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            content = path.read_text() if path.suffix == ".json" else torch.load(path, weights_only=True)
+            add(str(path.relative_to(folder)), content)
+    return found
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert (actual[name].shape, actual[name].dtype) == (value.shape, value.dtype), name
+            assert float((actual[name].double() - value.double()).abs().max()) <= tolerance, name
+        else:
+            assert actual[name] == value, name
+
+
+def plain_run(seed: int = 0) -> Trained:
+    """Colossal-AI's own plugin."""
+    return boost(theirs(tp_size=dist.get_world_size(), max_norm=0.5), small_vit(seed), adamw)
+
+
+def _save_and_load(straggler: int, folder: Path, forms: Sequence[bool]) -> None:
+    run = uneven_run(straggler)
+    train(run, STEPS)
+    assert is_uneven(run)
+    for sharded in forms:
+        save_checkpoint(run, folder / f"uneven {sharded}", sharded)
+    assert is_uneven(run)
+
+    # The same weights and state after the units have been taken back.
+    with run.plugin.balancer.ordinary_shards():
+        assert not is_uneven(run)
+        for sharded in forms:
+            save_checkpoint(run, folder / f"even {sharded}", sharded)
+    assert is_uneven(run)
+
+    plain = plain_run()
+    train(plain, STEPS)
+    for sharded in forms:
+        save_checkpoint(plain, folder / f"plain {sharded}", sharded)
+        # An ordinary run goes on from it as the uneven one does.
+        resumed = load_checkpoint(plain_run(seed=3), folder / f"uneven {sharded}", sharded)
+        resumed.losses = run.losses[:STEPS]
+        train(resumed, MORE)
+        if sharded:
+            train(run, MORE)
+        assert resumed.losses == pytest.approx(run.losses, rel=1e-10)
+
+    # An uneven run loads an ordinary checkpoint, and saves between a backward pass and the step.
+    load_checkpoint(run, folder / "plain True", True)
+    assert is_uneven(run)
+    train(plain, MORE)
+    run.losses, backward = run.losses[:STEPS], run.booster.backward
+
+    def backward_and_save(loss: torch.Tensor, optimizer: Any) -> None:
+        backward(loss, optimizer)
+        run.booster.save_model(run.model, str(folder / "between"), shard=True)
+
+    run.booster.backward = backward_and_save  # type: ignore[method-assign]
+    train(run, MORE)
+    assert is_uneven(run)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-10)
+
+
+@pytest.mark.parametrize(("ranks", "straggler", "forms"), [(2, 1, (True, False)), (3, 0, (True,))])
+def test_checkpoints_of_colossalais_format_are_ordinary(
+    ranks: int, straggler: int, forms: Sequence[bool], tmp_path: Path
+) -> None:
+    """``forms``: whether a checkpoint is sharded."""
+    run_ranks(ranks, _save_and_load, straggler, tmp_path, forms)
+    for sharded in forms:
+        found = contents(tmp_path / f"uneven {sharded}")
+        assert_same(found, contents(tmp_path / f"even {sharded}"), 0.0)
+        assert_same(found, contents(tmp_path / f"plain {sharded}"), 1e-10)
+
+
+def _save_layers(folder: Path) -> None:
+    def begin(straggler: int | None, seed: int) -> Trained:
+        return uneven_run(straggler, seed=seed, checkpoints=CheckpointConfig(shared=folder, save_every=STEPS))
+
+    def sent() -> int:
+        return sum(found.messages for found in run.plugin.balancer.traffic.sent.values())
+
+    def save(step: int) -> None:
+        before = sent()
+        run.plugin.save(run.model, run.optimizer, step=step + 1)
+        messages.append(sent() - before)
+
+    run, messages = begin(0, 0), list[int]()
+    train(run, STEPS + MORE, save)
+    run.plugin.wait_for_saves()
+    assert is_uneven(run)
+    # Units are taken back only for the step that is saved.
+    assert messages[STEPS - 1] > 0 and sum(messages) == messages[STEPS - 1], messages
+    for straggler, other in ((None, begin(None, 3)), (1, begin(1, 4))):
+        if straggler is not None:
+            train(other, STEPS)
+            assert is_uneven(other)
+        assert other.plugin.resume(other.model, other.optimizer).step == STEPS
+        other.losses = run.losses[:STEPS]
+        train(other, MORE)
+        assert other.losses == pytest.approx(run.losses, rel=1e-10), straggler
+
+
+def test_layer_checkpoints_are_ordinary(tmp_path: Path) -> None:
+    run_ranks(2, _save_layers, tmp_path)

@@ -1,0 +1,272 @@
+"""Each model family of Colossal-AI has the loss and gradients of its unsharded model, also while a rank migrates, with
+dropout inside of blocks, and with trained parameters inside of them."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.balance.apply import Applier
+from colossal_hetero.balance.host_messages import Exchange
+from colossal_hetero.balance.plan import BalancePlan
+from colossal_hetero.balance.resharding import Resharding
+from colossal_hetero.layers import hetero_layers
+from colossal_hetero.layers.block import Block, _has_dropout, attach_blocks
+from colossal_hetero.layers.block_rules import rule_for
+from colossal_hetero.layers.dropout import UnitDropout
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
+from colossal_hetero.layers.transport import Transport
+from colossal_hetero.layers.unit_layout import UnitRange
+from colossal_hetero.layers.workload import Surrounded
+from tests.support.harness import run_ranks
+from tests.support.language_models import plan_of
+from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, UNLIKE_THE_UNSHARDED_MODEL, allow_cpu, family_loss
+from tests.support.random_examples import IS_THOROUGH
+from tests.support.sharding import (
+    Prepare,
+    _assert_loss_and_gradients,
+    _loss_and_gradients,
+    assert_same_as_colossalai,
+    assert_same_as_unsharded,
+    own_share,
+    parallel_layer_counts,
+    randomize,
+    shard,
+)
+
+COLUMN_FORMS = ("broadcast-reduce", "scatter-gather")
+
+
+class NoOptimizer:
+    """Nothing is kept of parameters."""
+
+    obstacle = None
+
+    def prepare(self) -> None: ...
+
+    def slots_of(self, parameter: torch.Tensor) -> list[Any]:
+        return []
+
+
+class Migration:
+    """Changes the plan of a sharded model before each run: block form, a column form, and units moved for good."""
+
+    def __init__(self, number: int, blocks_only: bool = False) -> None:
+        self.loose = self.immovable = 0
+        """Numbers of layers that are in no block, and of blocks of one unit, which cannot be divided."""
+        self._number, self._blocks_only = number, blocks_only
+        self._method, self._has_run = "", False
+        self._applier: Any = None
+        self._transport: Any = None
+
+    def cases(self) -> Iterator[Prepare]:
+        number, both = self._number, (0, 1)
+        if not self._blocks_only:
+            yield lambda model: None
+            forms = product(COLUMN_FORMS, both) if IS_THOROUGH else [(COLUMN_FORMS[number % 2], number % 4 // 2)]
+            yield from (partial(self._migrate, method, sender) for method, sender in forms)
+        for sender in both if IS_THOROUGH else both[number % 2 :] if self._blocks_only else (1 - number % 2,):
+            yield partial(self._migrate, "block", sender)
+        if not self._blocks_only:
+            yield partial(self._migrate, "block", number % 2, for_good=True)
+
+    def finish(self) -> None:
+        """Assert that this rank sent messages since the plan was changed."""
+        assert sum(sent.messages for sent in self._transport.sent.values()) > 0, f"{self._method} sent nothing"
+
+    def _migrate(self, method: str, sender: int, model: nn.Module, for_good: bool = False) -> Callable[[], None] | None:
+        """Returns what gives all ranks their own units again, with their gradients, if units are moved for good."""
+        if self._has_run:
+            self._applier.end_iteration()
+            self.finish()
+        self._has_run = True
+        if method != self._method:
+            self.attach(method, model)
+        self._transport.reset()
+        self._applier.apply(plan_of(sender, 2), for_good)
+        if not for_good:
+            self._transport.reset()
+        self._applier.units.begin_pass()
+        if not for_good:
+            return None
+        assert self._resharding is not None and self._resharding.is_active
+        return partial(self._applier.apply, BalancePlan.idle(2))
+
+    def attach(self, method: str, model: nn.Module) -> list[Block]:
+        """Let later runs migrate with ``method``; returns the blocks."""
+        if self._applier is not None:
+            self._applier.apply(BalancePlan.idle(2))
+        layers = hetero_layers(model)
+        blocks = attach_blocks(model) if method == "block" else []
+        self.loose = len(layers) - sum(len(block.layers) for block in blocks)
+        self.immovable = sum(block.units == 1 for block in blocks)
+        self._method, self._transport = method, Transport(dist.new_group([0, 1]))
+        config = BalanceConfig(mode="migrate", migration=method)  # type: ignore[arg-type]
+        self._resharding = None
+        if blocks:
+            exchange = Exchange(dist.new_group([0, 1]))
+            self._resharding = Resharding(model, blocks, self._transport, exchange, NoOptimizer())
+        self._applier = Applier(layers, blocks, config, 100, self._transport, resharding=self._resharding)
+        return blocks
+
+
+def on_both_ranks(check: Callable[[str, int], Any], expected: dict[str, Any]) -> None:
+    """Assert that ``check(family, number)`` returns what is ``expected``, on two processes for all families."""
+    present = [name for name in expected if name in BUILDERS]
+    for rank, outcome in enumerate(run_ranks(2, _outcomes, check, present)):
+        failures = {name: found for name, found in outcome.items() if found != expected[name]}
+        assert not failures, "\n".join(f"{name}, rank {rank}:\n{found}" for name, found in failures.items())
+
+
+def _outcomes(check: Callable[[str, int], Any], names: list[str]) -> dict[str, Any]:
+    """What the check returns for each family, or a traceback."""
+    results: dict[str, Any] = {}
+    allow_cpu()
+    for number, name in enumerate(names):
+        torch.manual_seed(0)
+        try:
+            results[name] = check(name, number)
+        except Exception:
+            results[name] = traceback.format_exc()
+    return results
+
+
+def _layers(loose: int, columns: int, rows: int, head: int = 1, fused: int = 0) -> tuple[dict[str, int], int, int]:
+    counts = dict(HeteroLinear1D_Col=columns, HeteroLinear1D_Row=rows, HeteroFusedLinear1D_Col=fused)
+    counts["HeteroVocabParallelLMHead1D"] = head
+    return {name: count for name, count in counts.items() if count}, loose, 0
+
+
+FAMILIES: dict[str, tuple[dict[str, int], int, int]] = {
+    "bert": _layers(1, 8, 4),
+    "gpt2": (
+        dict(HeteroGPT2FusedLinearConv1D_Col=4, HeteroGPT2FusedLinearConv1D_Row=4, HeteroVocabParallelLMHead1D=1),
+        *(1, 0),
+    ),
+    "gptj": _layers(1, 8, 4),
+    "llama": _layers(1, 10, 4),
+    "mistral": _layers(1, 10, 4),
+    "mixtral": _layers(3, 9, 2, head=0),
+    "qwen2": _layers(1, 11, 4, head=0),
+    "qwen3": _layers(1, 10, 4),
+    "cohere": _layers(1, 10, 4),
+    "opt": _layers(1, 8, 4),
+    "bloom": _layers(5, 4, 4),
+    "falcon": _layers(1, 4, 4),
+    "falcon_alibi": _layers(5, 4, 4),
+    "t5": _layers(25, 22, 10),
+    "vit": _layers(1, 9, 4, head=0),
+    "whisper": _layers(1, 22, 10),
+    "sam": _layers(32, 25, 13, head=0, fused=2),
+    "blip2": _layers(1, 24, 14, fused=2),
+}
+"""Of each family: how many of Colossal-AI's layers this package's replace; how many are in no block: heads, single
+layers, attention with a bias per head (T5, BLOOM, Falcon with ALiBi, SAM); and blocks that cannot be divided."""
+if IS_NEWER_THAN_COLOSSALAI:
+    FAMILIES |= dict(qwen2=_layers(1, 10, 4), vit=_layers(0, 8, 4, head=0))
+
+
+def check_family(name: str, number: int) -> tuple[dict[str, int], int, int]:
+    compare = assert_same_as_colossalai if name in UNLIKE_THE_UNSHARDED_MODEL else assert_same_as_unsharded
+    (model, inputs), migration = BUILDERS[name](), Migration(number)
+    options = SHARDING_OPTIONS.get(name, {})
+    sharded = compare(randomize(model).train(), family_loss(inputs), migration.cases(), **options)
+    migration.finish()
+    return parallel_layer_counts(sharded), migration.loose, migration.immovable
+
+
+def test_loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
+    assert set(FAMILIES) >= set(BUILDERS)
+    on_both_ranks(check_family, FAMILIES)
+
+
+PROBABILITY = 0.3
+DROPOUTS = dict(bert=2, gpt2=2, gptj=2, opt=2, t5=4, vit=2, whisper=10, blip2=8, llama=2, falcon=0)
+"""How many blocks with dropout inside the models of each family have."""
+
+
+def put_dropout_into_blocks(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        rule = rule_for(type(module))
+        for path in rule.dropouts if rule else ():
+            owner, _, name = path.rpartition(".")
+            holder = module.get_submodule(owner)
+            if isinstance(getattr(holder, name, None), nn.Module):
+                getattr(holder, name).p = PROBABILITY
+            elif hasattr(holder, name):
+                setattr(holder, name, PROBABILITY)
+    return model
+
+
+def _draw_as_the_ranks(model: nn.Module, blocks: list[Block]) -> int:
+    """Let the unsharded ``model`` draw the masks of all ranks' units; returns how many modules have dropout inside."""
+    attached = 0
+    for block in blocks:
+        module = model.get_submodule(block.name)
+        rule = rule_for(type(module))
+        assert rule is not None
+        if not _has_dropout(module, rule):
+            continue
+        everything = [UnitRange(rank, 0, block.units) for rank in range(dist.get_world_size())]
+        dropout = UnitDropout(block.name, block.units, -1 if rule.heads is None else -3, lambda all=everything: all)
+        first = next(module.get_submodule(path) for path in rule.inputs)
+        vars(module)["forward"] = Surrounded(module, partial(dropout.between, first, module.get_submodule(rule.output)))
+        attached += 1
+    return attached
+
+
+def check_dropout(name: str, number: int) -> int:
+    model, inputs = BUILDERS[name]()
+    reference = copy.deepcopy(put_dropout_into_blocks(randomize(model).train()))
+    sharded = shard(model, **SHARDING_OPTIONS.get(name, {}))
+    migration = Migration(number, blocks_only=True)
+    attached = _draw_as_the_ranks(reference, migration.attach("block", sharded))
+    loss, gradients = _loss_and_gradients(reference, family_loss(inputs))
+    shares = {
+        name: own_share(parameter, whole)
+        for name, parameter in sharded.named_parameters()
+        if (whole := gradients[name]) is not None
+    }
+    _assert_loss_and_gradients(sharded, family_loss(inputs), migration.cases(), loss, shares)
+    return attached
+
+
+def test_families_with_dropout_compute_the_same_as_their_unsharded_model_with_the_same_masks() -> None:
+    on_both_ranks(check_dropout, DROPOUTS)
+
+
+SLOPES: dict[str, dict[str, Any]] = {
+    "bert": dict(hidden_act="prelu", position_embedding_type="relative_key"),
+    "gpt2": dict(activation_function="prelu"),
+    "llama": dict(hidden_act="prelu"),
+    "vit": dict(hidden_act="prelu"),
+}
+"""Options of configurations, with which all ranks have trained parameters whole that they use inside of blocks."""
+
+
+def check_slopes(name: str, number: int) -> None:
+    model, inputs = BUILDERS[name]()
+    if name == "sam":
+        # Colossal-AI computes other outputs of SAM than one process does, but not other features of images.
+        def loss_of(sam: Any) -> torch.Tensor:
+            return sam.vision_encoder(inputs["pixel_values"]).last_hidden_state.square().mean()
+
+        assert_same_as_unsharded(randomize(model).train(), loss_of)
+        return
+    model = type(model)(type(model.config)(**(model.config.to_diff_dict() | SLOPES[name])))
+    migration = Migration(number)
+    assert_same_as_unsharded(randomize(model).train(), family_loss(inputs), migration.cases())
+    migration.finish()
+
+
+def test_partial_gradients_of_families_are_summed() -> None:
+    on_both_ranks(check_slopes, dict.fromkeys([*SLOPES, "sam"]))
