@@ -42,7 +42,7 @@ def random_state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], model: nn.Module) -> None:
-    _restore_process(state)
+    restore_process(state)
     for place, randomizer in _randomizers(model):
         if place in state["randomizers"]:
             vars(randomizer).update(state["randomizers"][place])
@@ -50,13 +50,14 @@ def restore_random_state(state: Mapping[str, Any], model: nn.Module) -> None:
 
 def share_random_state(state: Mapping[str, Any], model: nn.Module, step: int) -> None:
     """Continue with one rank's random states in a run with another plan; dropout draws new ones from seed and step."""
-    _restore_process(state)
+    restore_process(state)
     for _, randomizer in _randomizers(model):
         seed = randomizer.seed
         vars(randomizer).update(vars(Randomizer(seed + 1_000_003 * (step + 1))), seed=seed)
 
 
-def _restore_process(state: Mapping[str, Any]) -> None:
+def restore_process(state: Mapping[str, Any]) -> None:
+    """Continue with the random states of this process, without those of a model's dropout."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]

@@ -50,9 +50,12 @@ class PlanConfig:
     zero_stages: Sequence[int] = (0, 1)
     """ZeRO stages to try, where they gain 1 %; ``zero_stage`` of the plugin then follows from the plan. Only 0 if
     ``zero_stage`` is given to the plugin. Elastic training has plans in stage 0 without recomputation only."""
+    follow_speed: bool | None = None
+    """True if layers move to other ranks while training, when stages take other times than planned and another plan is
+    faster; False if stages are only reported. None: True for ``plan="auto"``, where it is possible."""
     drift_threshold: float = 0.2
     """Relative difference from the planned time per micro-batch beyond which a stage is reported at the end of an
-    epoch. With ``inf``, or in a schedule other than 1F1B, stages are neither timed nor reported."""
+    epoch. With ``inf``, or in a schedule other than 1F1B, stages are neither timed, nor reported, nor followed."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("cluster", (str, Path, Topology)), ("profile", (str, Path, ModelProfile))):

@@ -52,9 +52,7 @@ def price(
     Raises:
         ValueError: if a group is not of one kind of device, stages have no link, or the schedule cannot run the layout.
     """
-    slots: dict[str, list[tuple[int, ...]]] = {}
-    for group in itertools.chain.from_iterable(ranks):
-        slots.setdefault(kind_of_group(topology, group, layout.tensor_parallel), []).append(tuple(group))
+    slots = slots_of(topology, ranks, layout.tensor_parallel)
     pricer = Pricer(topology, profile, layout, slots, order_seconds=order_seconds, overlap=overlap)
     return pricer.plan(tuple(tuple(map(tuple, row)) for row in ranks)).model_copy(update={"method": method})
 
@@ -113,7 +111,7 @@ class Pricer:
         self.order_seconds = order_seconds
         self.total_micro_batches = self._total(global_batch)
         self._builder = DraftBuilder(topology, METHOD, overlap=overlap)
-        self._pool, self._places = self._slot_pool(slots)
+        self.pool, self._places = self._slot_pool(slots)
 
     def plan(self, ranks: Ranks) -> Plan:
         if self.layout.schedule != "1f1b":
@@ -174,15 +172,21 @@ class Pricer:
         pool = SlotPool(layout.tensor_parallel, self.micro_batch, tuple(kinds), self.total_micro_batches, links, shards)
         return pool, places
 
-    def _draft(self, ranks: Ranks) -> Draft:
-        rows = [
-            tuple(self._places[group, stage.recompute] for group, stage in zip(row, pipeline.stages, strict=True))
+    def rows(self, ranks: Ranks) -> tuple[tuple[Place, ...], ...]:
+        """The slots in :attr:`pool` of the ranks of each pipeline."""
+        return tuple(
+            tuple(
+                self._places[tuple(group), stage.recompute] for group, stage in zip(row, pipeline.stages, strict=True)
+            )
             for row, pipeline in zip(ranks, self.layout.pipelines, strict=True)
-        ]
+        )
+
+    def _draft(self, ranks: Ranks) -> Draft:
+        rows = self.rows(ranks)
         bounds = [(0, *(stage.block_ranges[0][1] for stage in pipeline.stages)) for pipeline in self.layout.pipelines]
 
         def cut(counts: Sequence[int]) -> Draft:
-            draft = self._builder.build_cut(self._pool, rows, bounds, counts, must_fit=False)
+            draft = self._builder.build_cut(self.pool, rows, bounds, counts, must_fit=False)
             if isinstance(draft, str):
                 raise ValueError(draft)
             return draft
@@ -227,6 +231,14 @@ class Pricer:
 
 
 # Ranks of a layout ---------------------------------------------------------------------------------------------------
+
+
+def slots_of(topology: Topology, ranks: Ranks, degree: int) -> dict[str, list[tuple[int, ...]]]:
+    """The groups in ``ranks``, by kind of device."""
+    slots: dict[str, list[tuple[int, ...]]] = {}
+    for group in itertools.chain.from_iterable(ranks):
+        slots.setdefault(kind_of_group(topology, group, degree), []).append(tuple(group))
+    return slots
 
 
 def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...checkpoint.layer_checkpoint import Start
-from ...checkpoint.model_outline import outline_of
 from ...checkpoint.run_states import Training
 from ...common.methods import wrap_method
 from ...common.ranks import is_lost_connection, of_every_rank, print_on_rank_0
@@ -37,23 +36,12 @@ from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import CatchUp, Held, HeldLayers, Recovery, RecoveryDecision, Standing, agree
 from ...layers.dropout import SeededPasses
 from ...planner.cost.runnable import NoPlanError
-from ...profiling.model_layers import find_block_row
 from ..replicas.replica_gradients import Commit, exchange
 from ..training_objects import TrainingObjects
-from .evaluations import (
-    NOTHING,
-    START_AGAIN,
-    Evaluations,
-    StateLost,
-    Template,
-    has_to_repeat,
-    is_joined_inside,
-    receive_state,
-    release_state,
-    restore,
-)
+from .evaluations import Evaluations, has_to_repeat, is_joined_inside
 from .members import Members
 from .planning import WaitForNodes
+from .session import NOTHING, START_AGAIN, Session, StateLost, receive_state, release_state, restore
 
 T = TypeVar("T")
 
@@ -77,10 +65,9 @@ class ElasticRun:
         self.version = 0  # optimizer steps that are done
         self.recoveries: list[Recovery] = []
         self._agreed: RecoveryDecision | None = None
-        self._objects: TrainingObjects | None = None
+        self._session: Session | None = None
         self._scheduler: Any = None
         self._loader: Any = None
-        self._template: Template | None = None
         self._holds = self._complete = False
         self._layers: HeldLayers | None = None
         self._micro_batch: int | None = None
@@ -145,7 +132,7 @@ class ElasticRun:
             if self._holds and catch_up is CatchUp.FORGET:
                 raise self._left_behind(self._agreed.version)
             if catch_up is CatchUp.STEP:
-                assert self._inner_step is not None and self._objects is not None
+                assert self._inner_step is not None
                 commit = self._agreed.commit
                 self._objects.optimizer.gradients.exchange = lambda *_: commit
                 self._inner_step()
@@ -169,23 +156,20 @@ class ElasticRun:
     # The plugin's moments -----------------------------------------------------------------------------------------
 
     def note(self, objects: TrainingObjects) -> None:
-        if self._template is None and objects.optimizer is not None:
-            self._outline = outline_of(objects.model, objects.optimizer)
-            self._criterion = objects.criterion
-            self._template = Template(objects.model, objects.optimizer, self._outline.groups)
-            self._row = None
-            with suppress(ValueError):  # a model without blocks
-                self._row = find_block_row(objects.model).name
+        if self._session is None and objects.optimizer is not None:
+            self._session = Session(objects)
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        if self._objects is None:
-            self._objects = objects
+        assert self._session is not None
+        if self._session.objects is None:
+            self._session.objects = objects
         optimizer = objects.optimizer
         self._inner_step = optimizer.step
         optimizer.gradients.exchange = self._exchange
         wrap_method(optimizer, "step", self._step)
         model = objects.model.unwrap()
-        blocks = {} if self._row is None else dict(model.get_submodule(self._row).named_children())
+        row = self._session.row
+        blocks = {} if row is None else dict(model.get_submodule(row).named_children())
         self._random = SeededPasses(model, blocks, dist.get_rank(plugin.tp_group))
         self._members.seal()
 
@@ -193,14 +177,14 @@ class ElasticRun:
         self, configure: Callable[[TrainingObjects], TrainingObjects], objects: TrainingObjects
     ) -> TrainingObjects:
         """Configure what the script boosts; in another world if a member is lost meanwhile and this process joins."""
-        if self._template is not None or objects.optimizer is None:
+        if self._session is not None or objects.optimizer is None:
             return configure(objects)
 
         def again(reason: str) -> TrainingObjects:
-            self._loader_is_old, self._objects = True, None
+            assert self._session is not None
+            self._loader_is_old, self._session.objects = True, None
             self._form_again(reason)
-            assert self._template is not None
-            return configure(objects._replace(model=self._template.make(), optimizer=self._template.optimizer))
+            return configure(self._session.without_state(objects))
 
         return self._joining(partial(configure, objects), again)
 
@@ -209,7 +193,7 @@ class ElasticRun:
         try:
             return first()
         except RuntimeError as error:
-            if self._agreed is None or self._template is None or not self.rejoins:
+            if self._agreed is None or self._session is None or not self.rejoins:
                 raise  # without others, only the script has the model's first weights
             reason = _lost(error)
         while True:
@@ -236,7 +220,6 @@ class ElasticRun:
                 self._members.board.publish("steps", str(self.version))
         else:
             if self._loader_is_old:
-                assert self._objects is not None
                 self._plugin.adopt(self._objects.model, loader)
             received = self._joining(
                 partial(self._restore, lr_scheduler, loader),
@@ -248,8 +231,13 @@ class ElasticRun:
         return start
 
     def _training(self, lr_scheduler: Any, loader: Any) -> Training:
-        assert self._objects is not None
-        return Training(self._objects.model, self._objects.optimizer, lr_scheduler, loader, self._outline)
+        assert self._session is not None
+        return self._session.training(lr_scheduler, loader)
+
+    @property
+    def _objects(self) -> TrainingObjects:
+        assert self._session is not None and self._session.objects is not None
+        return self._session.objects
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
         assert self._agreed is not None
@@ -325,7 +313,7 @@ class ElasticRun:
         return result
 
     def _step(self, _: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._inner_step is not None and self._objects is not None
+        assert self._inner_step is not None
         version = self.version
         try:
             result = self._inner_step(*args, **kwargs)
@@ -426,13 +414,8 @@ class ElasticRun:
     def _go_on(self, reason: str | None, lr_scheduler: Any = None, loader: Any = None) -> int:
         """Take part in another world, with the script's objects; returns the bytes received."""
         self._form_again(reason)
-        assert self._objects is not None and self._template is not None and self._agreed is not None
-        user, model = self._objects, self._template.make()
-        configured = TrainingObjects(
-            *self._plugin.configure(model, self._template.optimizer, self._criterion, self._loader, None)
-        )
-        user.model.__dict__, user.optimizer.__dict__ = configured.model.__dict__, configured.optimizer.__dict__
-        self._plugin.adopt(user.model, self._loader)
+        assert self._session is not None and self._agreed is not None
+        self._session.make_again(self._plugin, self._loader)
         received = self._restore(lr_scheduler, loader)
         self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
         return received

@@ -135,12 +135,12 @@ class RestartRun(ElasticRun):
         if self._keeper.version == self.version:
             return
         training = self._training(self._scheduler, self._loader)
-        pieces = pieces_of(training.model, training.optimizer, self._outline)
+        pieces = pieces_of(training.model, training.optimizer, training.outline)
         state = run_state_of(training, pieces, epoch=0, plan="")
         name, kinds = StateName(self.version, self._world), state_entries(training.optimizer)
         # Passes change buffers.
         kept = [replace(each, data=each.data.clone()) if each.key.startswith("buffer.") else each for each in pieces]
-        self._keeper.note(KeptState(name, self._outline.stored, self._layers, kept, kinds, state))
+        self._keeper.note(KeptState(name, training.outline.stored, self._layers, kept, kinds, state))
 
     def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool) -> Commit:
         assert self._keeper is not None

@@ -27,6 +27,7 @@ from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
 from ...common.ranks import check_launched, of_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
+from ...data_parallel.loader import HeteroDataLoader
 from ...data_parallel.resumable_loader import make_even_loader
 from ...data_parallel.unsummed_steps import refuse_unfinished_sums, replica_of
 from ...elastic.config import ElasticConfig
@@ -46,6 +47,7 @@ from ..zero.overlapped_optimizer import split_off_overlap
 from . import plugin_arguments
 from .drift import DriftReport
 from .layer_balancing import LayerBalancing
+from .live_plan import LivePlan, PlanChange, follows
 from .passes import PassesPlugin
 from .plan_agreement import agree_on_next_plan
 from .planned_run import PlannedRun
@@ -115,6 +117,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         arguments |= dict(balance=balance, batches=batches, plan=plan, planning=planning, checkpoints=checkpoints)
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
+        self._live: LivePlan | None = None
+        check_option("planning", planning, PlanConfig, "cluster=..., profile=...")
+        if follows(planning or PlanConfig(), arguments, elastic is not None):
+            self._live = LivePlan(self, arguments)
         if elastic is None:
             check_launched()
             self._build(**arguments)
@@ -129,14 +135,18 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         """Build the plugin for another world of an elastic run; returns its plan, which keeps layers where they are
         ``held``. Called by all ranks."""
         self.give_up_saves()
-        run, reports = self._elastic, self._reports
-        self.__dict__.clear()
-        self._elastic, self._reports = run, reports
         agreed = agree_on_next_plan(planning, arguments["tp_size"], size)
         assert agreed.topology is not None and agreed.profile is not None
         plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
-        self._build(**{**arguments, "planning": planning, "plan": plan})
+        self.rebuild(**{**arguments, "planning": planning, "plan": plan})
         return plan
+
+    def rebuild(self, **arguments: Any) -> None:
+        """Build the plugin anew with other arguments. Called by all ranks."""
+        kept = {name: vars(self)[name] for name in ("_elastic", "_live", "_reports")}
+        self.__dict__.clear()
+        self.__dict__.update(kept)
+        self._build(**arguments)
 
     def _build(
         self,
@@ -149,7 +159,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
     ) -> None:
         """Make the parent and the parts; ``arguments`` are those of the parent."""
         check_option("balance", balance, BalanceConfig, "mode=...")
-        check_option("planning", planning, PlanConfig, "cluster=..., profile=...")
         check_option("checkpoints", checkpoints, CheckpointConfig, "shared=...")
         check_option("batches", batches, BatchConfig, "global_batch_size=...")
         plugin_arguments.check_sizes_given(arguments, plan)
@@ -159,12 +168,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         self.custom_policy: Policy | None
         if arguments.get("use_fp8"):
             self.balance = plugin_arguments.balance_in_fp8(balance)
-        self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
+        self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches, self._live)
         if self._planned is not None:
             arguments = self._planned.arguments
-        is_elastic, reports = self._elastic is not None, self._reports
+        layers_move, reports = self._elastic is not None or self._live is not None, self._reports
         on_report = reports.callback(self.report)
-        self._balancing = LayerBalancing(self.balance, is_elastic, balance is None, reports.every, on_report)
+        self._balancing = LayerBalancing(self.balance, layers_move, balance is None, reports.every, on_report)
         self._unequal = None if self._planned is None else self._planned.unequal
         self._uneven_batches: UnevenBatches | None = None
         if batches is not None:
@@ -218,9 +227,15 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         return Report(iterations, balance, None if batches is None else batches.report(), self.drift, recoveries)
 
     @property
+    def plan_changes(self) -> tuple[PlanChange, ...]:
+        """Moves of layers to other ranks, where the plan follows speeds (``follow_speed`` of ``PlanConfig``)."""
+        return () if self._live is None else tuple(self._live.changes)
+
+    @property
     def drift(self) -> DriftReport | None:
-        """Stage times of the last epoch against the plan; None before an epoch ends, and without a planned 1F1B
-        pipeline. An epoch has as many iterations as the boosted dataloader has batches, or 100 if that is unknown."""
+        """Stage times against the plan, of the last epoch, or where the plan follows speeds, of the last iterations;
+        None before, and without a planned 1F1B pipeline. An epoch has as many iterations as the boosted dataloader
+        has batches, or 100 if that is unknown."""
         return None if self._planned is None else self._planned.drift
 
     @property
@@ -254,8 +269,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             self._planned.check_objects(self, objects)
         if self._uneven_batches is not None and is_trained:
             objects = self._uneven_batches.before_configure(self, objects)
-        if self._elastic is not None:
-            self._elastic.note(objects)
+        for follower in (self._elastic, self._live):
+            if follower is not None:
+                follower.note(objects)
         if self.zero_stage and is_trained:
             check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (
@@ -277,7 +293,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             self._uneven_batches.measure(self, objects)  # before anything counts the trials as iterations
         # Each attaches around those before it. The plan's clock times only the passes. Balancing ends an iteration when
         # the optimizer steps; uneven batches, around it, step once per global batch.
-        for part in (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._elastic):
+        for part in (
+            self._checkpoints,
+            self._planned,
+            self._balancing,
+            self._uneven_batches,
+            self._elastic,
+            self._live,
+        ):
             if part is not None:
                 part.attach(self, objects)
         self._refuse_unsummed_steps(objects.model, objects.optimizer)
@@ -358,8 +381,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
 
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
         """Let the script's model and loader be those of this plugin, which was made again."""
-        assert isinstance(self._uneven_batches, PipelineBatches)
-        self._uneven_batches.continue_loader(self, dataloader)
+        if isinstance(self._uneven_batches, PipelineBatches) and isinstance(dataloader, HeteroDataLoader):
+            self._uneven_batches.continue_loader(self, dataloader)
         if self._checkpoints is not None:
             self._checkpoints.adopt(model)
 

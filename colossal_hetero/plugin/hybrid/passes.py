@@ -34,6 +34,7 @@ from ..elastic.elastic_run import ElasticRun
 from ..replicas.unequal_replicas import UnequalReplicas
 from ..uneven_batches import PipelineBatches, UnevenBatches
 from ..zero.overlapped_optimizer import summing_in_passes
+from .live_plan import LivePlan
 from .planned_run import PlannedRun
 
 # One stage -----------------------------------------------------------------------------------------------------------
@@ -82,16 +83,26 @@ class OneStageSchedule:
             micro_batch = tree_map(lambda each: to_device(each, device), get_micro_batch(batch, start, size))
             waits = training and self._without_sync is not None and start != starts[-1]
             with self._without_sync(model, optimizer) if waits else nullcontext():  # type: ignore[misc, arg-type]
-                output = model_forward(model, inputs_of(model.unwrap(), micro_batch), None)
-                loss = criterion(output, micro_batch) / len(starts)
+                output, loss = self.forward_step(model, micro_batch, criterion)
                 if optimizer is not None and training:
-                    optimizer.backward(loss)
+                    self.backward_step(optimizer, loss)
             if total is not None:
                 total += loss.detach()
             if return_outputs:
                 outputs.append(tree_map_hf(detach, output))
         axis = getattr(model.unwrap(), "batch_size_dim", 0)
         return {"loss": total, "outputs": merge_batch(outputs, axis) if return_outputs else None}
+
+    # Methods of their own, as in Colossal-AI's schedules, so that both can be timed alike.
+
+    def forward_step(
+        self, model: ModelWrapper, micro_batch: Any, criterion: Callable[[Any, Any], Tensor]
+    ) -> tuple[Any, Tensor]:
+        output = model_forward(model, inputs_of(model.unwrap(), micro_batch), None)
+        return output, criterion(output, micro_batch) / self.num_microbatches
+
+    def backward_step(self, optimizer: OptimizerWrapper, loss: Tensor) -> None:
+        optimizer.backward(loss)
 
     def _micro_batch_size(self, samples: int, training: bool) -> int:
         """Samples in each micro-batch; in evaluation the last one may be smaller."""
@@ -110,6 +121,7 @@ class PassesPlugin(HybridParallelPlugin):
 
     batches: BatchConfig | None
     _elastic: ElasticRun | None
+    _live: LivePlan | None
     _planned: PlannedRun | None
     _unequal: UnequalReplicas | None
     _uneven_batches: UnevenBatches | None
@@ -156,6 +168,8 @@ class PassesPlugin(HybridParallelPlugin):
 
         data_iter = map(with_dicts, data_iter)
         if self._elastic is None:
+            if self._live is not None and torch.is_grad_enabled():
+                self._live.before_passes()
             return execute(data_iter)
         if torch.is_grad_enabled():
             return self._elastic.run(functools.partial(execute, data_iter))

@@ -23,12 +23,15 @@ from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...layers.chain import links_of
 from ...layers.dropout import repeated_dropout
+from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan, StagePlan
+from ...planner.solver.follow import WINDOW, Proposal, propose
 from ...profiling.model_layers import find_block_row
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
 from ..training_objects import TrainingObjects
 from .drift import DriftReport, DriftWatch
+from .live_plan import LivePlan
 from .plan_agreement import agree_on_plan, as_launched
 from .planned_mesh import ordered_group, plan_groups, planned_mesh, set_adapter_variables
 from .plugin_arguments import arguments_from_plan, check_model
@@ -103,7 +106,12 @@ class PlannedRun:
     process group is made; ``arguments`` are those of Colossal-AI's plugin that run this rank's replica."""
 
     def __init__(
-        self, plan: Plan | str | Path, planning: PlanConfig, arguments: Mapping[str, Any], batches: BatchConfig | None
+        self,
+        plan: Plan | str | Path,
+        planning: PlanConfig,
+        arguments: Mapping[str, Any],
+        batches: BatchConfig | None,
+        live: LivePlan | None = None,
     ) -> None:
         set_adapter_variables(planning.adapters)
         tp_size, pp_size = arguments.get("tp_size"), arguments.get("pp_size")
@@ -112,11 +120,16 @@ class PlannedRun:
         unequal = pp_size is None and why_not_unequal(arguments, batches is not None) is None
         agreed = agree_on_plan(plan, planning, tp_size=tp_size, pp_size=pp_size, unequal=unequal)
         self.plan = as_launched(agreed.plan)
-        self._planning, self._profile, self._batches = planning, agreed.profile, batches
+        self._planning, self._batches = planning, batches
+        self.topology, self.profile = agreed.topology, agreed.profile
+        self._is_followed = live is not None
         self._watch: DriftWatch | None = None
         self._recomputed: str | None = None
         topology = agreed.topology
         self._make_group = None if topology is None else plan_groups(agreed.plan, topology, planning.adapters)
+        if live is not None:
+            assert self._make_group is not None
+            self._make_group = live.kept_groups(self._make_group)
         layer_sums = planning.layer_sums or not self.plan.symmetric
         self.arguments = self._checked_arguments(arguments, layer_sums)
         self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
@@ -172,14 +185,29 @@ class PlannedRun:
         return [stage for replica in self.plan.replicas for stage in replica.stages]
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
-        pipelines = any(len(replica.stages) > 1 for replica in self.plan.replicas)
-        if not pipelines or self.plan.schedule != "1f1b" or self._planning.drift_threshold == math.inf:
+        if not self.is_watched:
             return
-        interval, threshold = objects.iterations_per_epoch, self._planning.drift_threshold
+        interval = WINDOW if self._is_followed else objects.iterations_per_epoch
         if self._watch is None:
-            self._watch = DriftWatch(plugin.scheduler, self.plan, threshold, self._profile, interval)
+            schedule, threshold = plugin.scheduler or plugin._one_stage, self._planning.drift_threshold
+            find = None if self._is_followed else self.propose
+            self._watch = DriftWatch(schedule, self.plan, threshold, interval, find)
         else:
             self._watch.interval = interval  # another model with the same schedule
+
+    @property
+    def is_watched(self) -> bool:
+        """True if stages are timed: in 1F1B, where the plan has something to change."""
+        pipelines = any(len(replica.stages) > 1 for replica in self.plan.replicas)
+        changeable = pipelines or (self.unequal is not None and len(self.plan.replicas) > 1)
+        return changeable and self.plan.schedule == "1f1b" and self._planning.drift_threshold != math.inf
+
+    def propose(self, report: DriftReport, search: Callable[[Topology], Plan] | None = None) -> Proposal | None:
+        """The best plan for the stages of ``report``; None without a cluster, a profile, or times of all stages."""
+        if self.topology is None or self.profile is None or len(report.stages) < len(self._stages()):
+            return None
+        seconds = {stage.ranks: stage.measured.seconds for stage in report.stages}
+        return propose(self.topology, self.profile, self.plan, seconds, alike=self.unequal is None, search=search)
 
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""

@@ -1,0 +1,160 @@
+"""Planning again while training: from the measured times of stages, for the same devices (ADAPT, chapter 6).
+
+[Note: following speeds] A stage's measured time over its planned time says how much slower its devices are than the
+plan assumed. Two windows of iterations in a row have to show the same change, beyond the noise, before a plan is looked
+for; and the model moves only if the new plan gains enough, and over :data:`HORIZON` iterations more than the move
+costs. If a move has not brought what was predicted, the next one has to gain twice as much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..cluster.topology import Topology
+from ..cost.draft import DraftBuilder, write_plan
+from ..cost.layout_line import layout_of
+from ..cost.placed_pipelines import PlacedPipelines
+from ..cost.plan import Plan
+from ..cost.price import Pricer, price, slots_of
+from ..cost.runnable import NoPlanError
+from ..profile.fitted_profiles import as_profiled
+from ..profile.layer_profile import ModelProfile
+
+WINDOW = 4
+"""Iterations whose medians are compared: one that is disturbed does not count."""
+CHANGED = 0.1
+"""Relative change of the times of stages to each other that counts. Repeated windows of an unloaded machine differ by
+less than 0.05."""
+GAIN = 0.05
+"""Least share by which a plan that is moved to must be faster; the predictions of two plans are about as exact."""
+HORIZON = 200
+"""Iterations in which a move must bring more than it costs."""
+SPEED_STEP = 1.03
+"""Measured speeds are rounded to powers of it, so that noise does not make devices unequal that are equal."""
+MOVE_SECONDS = 1.0
+"""Time of a move beside its transfers, before the first one is measured: on two cores, a model of 12 blocks takes 0.3
+to 0.9 s."""
+
+ByStage = Mapping[tuple[int, ...], float]
+"""A value for each stage, by its ranks."""
+
+
+class Evidence:
+    """Tells a change of speeds that lasts from noise. Pure state: it sees the ratios of one window after the other."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], float] = {}
+        self._before: dict[tuple[int, ...], float] | None = None
+
+    def is_certain(self, ratios: ByStage) -> bool:
+        """Note the ratios of a window; true if this and the last one differ alike from those that are known."""
+        now = {ranks: math.log(ratio) - self._known.get(ranks, 0.0) for ranks, ratio in ratios.items()}
+        before, self._before = self._before, now
+        if before is None or before.keys() != now.keys():
+            return False
+        both = [min(now[each], before[each], key=abs) if now[each] * before[each] > 0 else 0.0 for each in now]
+        return max(both) - min(both) > math.log1p(CHANGED)
+
+    def settle(self, ratios: ByStage) -> None:
+        """Take these ratios for known: later ones are compared with them. After a move, it is none."""
+        self._known = {ranks: math.log(ratio) for ranks, ratio in ratios.items()}
+        self._before = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The best plan that was found for the measured speeds."""
+
+    plan: Plan
+    present_seconds: float
+    """Predicted time of an iteration with the present plan, at these speeds."""
+    topology: Topology
+    """The machines with these speeds."""
+
+    @property
+    def gain(self) -> float:
+        """Share by which an iteration is shorter; 0 or less if no plan is faster than the present one."""
+        return 1.0 - self.plan.iteration_seconds / self.present_seconds
+
+    def pays(self, cost_seconds: float, least_gain: float = GAIN) -> bool:
+        saved = self.present_seconds - self.plan.iteration_seconds
+        return self.gain >= least_gain and saved * HORIZON > cost_seconds
+
+
+def at_measured_speeds(topology: Topology, ratios: ByStage) -> Topology:
+    factors = {rank: _rounded(ratio) for ranks, ratio in ratios.items() for rank in ranks}
+    devices = tuple(
+        dataclasses.replace(device, speed=device.speed / factors.get(rank, 1.0))
+        for rank, device in enumerate(topology.devices)
+    )
+    return dataclasses.replace(topology, devices=devices)
+
+
+def _rounded(ratio: float) -> float:
+    step = math.log(SPEED_STEP)
+    return math.exp(round(math.log(ratio) / step) * step)
+
+
+def propose(
+    topology: Topology,
+    profile: ModelProfile,
+    plan: Plan,
+    seconds: ByStage,
+    *,
+    alike: bool,
+    search: Callable[[Topology], Plan] | None = None,
+) -> Proposal | None:
+    """The best plan for devices as fast as stages of ``plan`` show; None if none is known to fit in memory.
+
+    Args:
+        topology: the machines, with kinds of devices that ``profile`` has times of.
+        seconds: measured time of each stage per micro-batch, without transfers.
+        alike: replicas stay alike, with their numbers of micro-batches.
+        search: a function that finds any plan for other machines; None: ranks keep their places, and only cuts move.
+    """
+    topology, profile = as_profiled(topology, profile), profile.model_copy(update={"rank_devices": ()})
+    given = topology, profile, layout_of(plan), plan.rank_order
+    stages = [stage for replica in price(*given).replicas for stage in replica.stages]
+    planned = {stage.ranks: stage.forward_seconds + stage.backward_seconds for stage in stages}
+    measured = at_measured_speeds(topology, {ranks: each / planned[ranks] for ranks, each in seconds.items()})
+    present = price(measured, *given[1:])
+    found = [recut(measured, profile, plan, alike=alike)]
+    if search is not None:
+        with suppress(NoPlanError):
+            found.append(search(measured))
+    plans = [each for each in found if each is not None]
+    if not plans:
+        return None
+    best = min(plans, key=lambda each: each.iteration_seconds)
+    names = {"cluster": plan.cluster, "profile": plan.profile}
+    return Proposal(best.model_copy(update=names), present.iteration_seconds, measured)
+
+
+def recut(topology: Topology, profile: ModelProfile, plan: Plan, *, alike: bool) -> Plan | None:
+    """The 1F1B plan with the same ranks in the same stages and the best cuts; None if none fits. Unless ``alike``, each
+    replica has its own cuts and number of micro-batches."""
+    layout = layout_of(plan)
+    pricer = Pricer(topology, profile, layout, slots_of(topology, plan.rank_order, plan.tensor_parallel))
+    rows, builder = pricer.rows(plan.rank_order), DraftBuilder(topology, "exact")
+    placed = PlacedPipelines(builder, pricer.pool)
+    drafts = [placed.best(rows, math.inf)] if plan.symmetric else []
+    if not alike:
+        drafts.append(placed.best_unequal(rows, math.inf))
+    found = [draft for draft in drafts if draft is not None]
+    if not found:
+        return None
+    return write_plan(min(found, key=lambda draft: draft.seconds), topology, profile, plan.method)
+
+
+def move_seconds(received_bytes: Sequence[float], topology: Topology) -> float:
+    """Time in which each rank receives so many bytes, by the slowest channel that one may come over."""
+    between = [channel.bytes_per_second for *_, channel in topology.between]
+    slowest = min(
+        [*between, *(channel.bytes_per_second for node in topology.nodes for channel in node.nics[:1])]
+        or [node.inside.bytes_per_second for node in topology.nodes]
+    )
+    return max(received_bytes, default=0.0) / slowest

@@ -1,0 +1,141 @@
+"""Model and optimizer of a script, which keeps its objects while what is inside them is made again for another plan."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ...checkpoint.held_pieces import pieces_of
+from ...checkpoint.model_outline import outline_of
+from ...checkpoint.optimizer_memory import state_entries
+from ...checkpoint.restoring import Restoring
+from ...checkpoint.run_states import Training, restore_run, run_state_of
+from ...common.ranks import of_every_rank
+from ...elastic.held_layers import CatchUp, Held, RecoveryDecision
+from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
+from ...profiling.model_layers import find_block_row
+from ..training_objects import TrainingObjects
+
+
+class Template:
+    """Keeps a model without memory for its parameters, and the optimizer that trains it: the same object, with the
+    options of its parameter groups, so that a learning-rate schedule keeps it. Only its parameters are replaced."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
+        memo = {
+            id(parameter): Parameter(parameter.detach().new_zeros(()).expand(parameter.shape), parameter.requires_grad)
+            for parameter in model.parameters()
+        }
+        self._skeleton = copy.deepcopy(model, memo)
+        self._groups = [tuple(names) for names in groups]
+        self.optimizer = optimizer
+
+    def make(self) -> nn.Module:
+        """The model, with parameters that are zero. The optimizer has these parameters then, and no state."""
+        with torch.no_grad():
+            model = copy.deepcopy(self._skeleton)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [named[name] for name in names]
+        self.optimizer.state.clear()
+        return model
+
+
+# Session -------------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """The script's objects, before they are configured, and what makes their inside again. ``plugin.configure`` is
+    called for it in the plugin's new state."""
+
+    def __init__(self, given: TrainingObjects) -> None:
+        self.outline = outline_of(given.model, given.optimizer)
+        self._template = Template(given.model, given.optimizer, self.outline.groups)
+        self._criterion = given.criterion
+        self.objects: TrainingObjects | None = None
+        """What ``booster.boost`` has returned; None before it has."""
+        self.row: str | None = None
+        """Name of the row of blocks; None for a model without blocks."""
+        with suppress(ValueError):
+            self.row = find_block_row(given.model).name
+
+    def without_state(self, given: TrainingObjects) -> TrainingObjects:
+        """What the script has given, with weights that are zero."""
+        return given._replace(model=self._template.make(), optimizer=self._template.optimizer)
+
+    def training(self, lr_scheduler: Any = None, loader: Any = None) -> Training:
+        assert self.objects is not None
+        return Training(self.objects.model, self.objects.optimizer, lr_scheduler, loader, self.outline)
+
+    def make_again(self, plugin: Any, loader: Any) -> None:
+        """Let the script's model and optimizer be those that ``plugin`` makes now, with weights that are zero."""
+        assert self.objects is not None
+        given = TrainingObjects(self._template.make(), self._template.optimizer, self._criterion, loader, None)
+        made, own = TrainingObjects(*plugin.configure(*given)), self.objects
+        own.model.__dict__, own.optimizer.__dict__ = made.model.__dict__, made.optimizer.__dict__
+        plugin.adopt(own.model, loader)
+
+
+# State ---------------------------------------------------------------------------------------------------------------
+
+
+START_AGAIN = (
+    "all processes must start again, and continue from the latest checkpoint (torchrun --max-restarts does that)"
+)
+
+NOTHING = Held([], {}, None)  # of a process that joins
+
+
+class StateLost(Exception):
+    """The last holder of a part of the state is gone."""
+
+
+def release_state(training: Training) -> Held:
+    """Take what this rank holds; the model and the optimizer are empty then, without groups of the old world."""
+    model, optimizer = training.model, training.optimizer
+    pieces = pieces_of(model, optimizer, training.outline)
+    state = run_state_of(training, pieces, epoch=0, plan="")
+    held = Held(pieces, state_entries(optimizer), state)
+    model.__dict__ = nn.Module().__dict__
+    optimizer.__dict__ = {}
+    return held
+
+
+def receive_state(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
+    """Get the share of what only leaving ranks hold; returns all that is held then, and the bytes received."""
+    holdings = all_holdings(held.pieces)
+    taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
+    received = move_pieces(taken, held.pieces, holdings)
+    return dataclasses.replace(held, pieces=[*held.pieces, *taken]), received
+
+
+def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> int:
+    """Fill model and optimizer from what all ranks hold; returns the bytes received. All ranks call it."""
+    held = held or NOTHING
+    holdings = all_holdings(held.pieces)
+    shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
+    kinds = {entry: kind for of_rank in of_every_rank(held.kinds) for entry, kind in of_rank.items()}
+    outline = training.outline
+    lost = [name for name in outline.stored if f"param.{name}" not in shapes and f"buffer.{name}" not in shapes]
+    if lost:
+        layers = ", ".join(dict.fromkeys(outline.layers[name] for name in lost))
+        raise StateLost(f"the members that are left do not hold {layers}; {START_AGAIN}")
+    restoring = Restoring(training, shapes, kinds)
+    try:
+        received = move_pieces(restoring.pieces, held.pieces, holdings)
+    except HoldingsLost as error:
+        raise StateLost(f"the members that are left do not hold all elements: {error}; {START_AGAIN}") from None
+    restoring.finish()
+    state: list[Any] = [held.state]
+    dist.broadcast_object_list(state, src=agreed.catch_ups.index(CatchUp.KEEP))
+    restore_run(training, restoring.pieces, state, step=agreed.version)
+    return received

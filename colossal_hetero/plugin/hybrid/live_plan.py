@@ -1,0 +1,303 @@
+"""A plan that follows the speeds of devices: layers move between ranks while training.
+
+[Note: moves] The passes of a step begin with a look at what the stages took, see [Note: following speeds] in
+``planner/solver/follow.py``. If another plan pays, all ranks, in this order:
+
+1. Take their tensors out of the model and the optimizer; the script keeps both objects.
+2. Build the plugin for the other plan, with the process groups that exist already.
+3. Configure the model again, with weights that are zero.
+4. Fill it from what all ranks hold. What a rank held before is copied, the rest comes from its nearest holder.
+
+Balancing inside stages reacts first: it needs one iteration, and what is left of a stage's time after it is what the
+stage shows here in two windows.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ...checkpoint.run_states import random_state_of, restore_process
+from ...common.methods import wrap_method
+from ...common.ranks import from_rank_0, of_every_rank, print_on_rank_0
+from ...common.text import duration
+from ...data_parallel.loader import HeteroDataLoader
+from ...elastic.held_layers import CatchUp, RecoveryDecision, layers_by_rank, missing_bytes
+from ...planner.cluster.topology import Topology
+from ...planner.cost.plan import Plan
+from ...planner.solver.follow import GAIN, MOVE_SECONDS, Evidence, Proposal, move_seconds
+from ..elastic.planning import seated
+from ..elastic.session import Session, release_state, restore
+from ..plan_config import PlanConfig
+from ..training_objects import TrainingObjects
+from .drift import DriftReport, split_in_words
+from .plan_agreement import best_plan
+from .planned_mesh import MakeGroup
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """A move of layers to other ranks while training."""
+
+    step: int
+    """Optimizer steps before it."""
+    before: Plan
+    after: Plan
+    before_seconds: float
+    """Predicted time of an iteration with the plan before, at the speeds that were measured."""
+    seconds: float
+    """Time of the move."""
+    received_bytes: int
+    """The most that one rank received."""
+
+    def in_words(self) -> str:
+        now, then = duration(self.after.iteration_seconds), duration(self.before_seconds)
+        return (
+            f"after step {self.step}, layers {split_in_words(self.before)} became {split_in_words(self.after)}: {now} "
+            f"instead of {then} per iteration are predicted; it took {duration(self.seconds)}, and a rank received up "
+            f"to {self.received_bytes / 1e6:.1f} MB"
+        )
+
+
+class LivePlan:
+    """Moves the layers of the one model that a hybrid ``plugin`` trains; see [Note: moves]."""
+
+    def __init__(self, plugin: Any, arguments: Mapping[str, Any]) -> None:
+        self.changes: list[PlanChange] = []
+        self._plugin, self._arguments = plugin, arguments
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._session: Session | None = None
+        self._hooks: list[tuple[str, object]] = []
+        self._obstacle: str | None = None
+        self._is_moving = self._is_boundary = False
+        self._steps = 0
+        self._evidence = Evidence()
+        self._seen: DriftReport | None = None
+        self._least_gain, self._fixed_seconds = GAIN, MOVE_SECONDS
+        self._ends: list[float] = []  # of the last steps
+        self._expected_seconds = 0.0  # of iterations after the last move, until it was judged
+
+    @property
+    def _run(self) -> Any:
+        """The plugin's :class:`.PlannedRun`."""
+        return self._plugin._planned
+
+    def kept_groups(self, make_group: MakeGroup) -> MakeGroup:
+        """``make_group``, which makes each group once. All ranks ask for the same groups."""
+
+        def kept(ranks: tuple[int, ...]) -> Any:
+            if ranks not in self._groups:
+                self._groups[ranks] = make_group(ranks)
+            return self._groups[ranks]
+
+        return kept
+
+    # The plugin's moments -----------------------------------------------------------------------------------------
+
+    def note(self, objects: TrainingObjects) -> None:
+        if self._is_moving or objects.optimizer is None:
+            return
+        if self._session is not None:
+            self._obstacle = "the plugin trains several models"
+            return
+        self._session = Session(objects)
+
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        assert self._session is not None
+        if self._session.objects is None:
+            self._session.objects = objects
+        self._hooks = list(_hooks_of(objects.model))
+        self._is_boundary = False
+        wrap_method(objects.optimizer, "step", self._step)
+
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        self._steps, self._is_boundary = self._steps + 1, True
+        self._ends.append(time.monotonic())
+        return result
+
+    def before_passes(self) -> None:
+        """Look at the stages' times, and move layers if that pays. Every rank calls it before the passes of a batch."""
+        is_boundary, self._is_boundary = self._is_boundary, False
+        report = self._plugin.drift
+        if not is_boundary or self._obstacle is not None or report is None or report is self._seen:
+            return
+        self._seen = report
+        ratios = {stage.ranks: stage.ratio for stage in report.stages}
+        iteration = _iteration_seconds(self._ends)
+        self._ends = self._ends[-1:]
+        self._judge(iteration)
+        if not self._evidence.is_certain(ratios):
+            return
+        proposal = from_rank_0(lambda: self._paying(report, iteration))
+        self._evidence.settle(ratios)
+        if proposal is None or not self._may_move():
+            return
+        self._move(proposal)
+
+    # Decisions ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, iteration: float | None) -> None:
+        """Ask for more of the next move if the last one has not brought half of what was predicted."""
+        if self._expected_seconds and iteration is not None:
+            self._least_gain = GAIN if iteration < self._expected_seconds else 2 * self._least_gain
+            self._expected_seconds = 0.0
+
+    def _paying(self, report: DriftReport, iteration: float | None) -> Proposal | None:
+        proposal = self._run.propose(report, self._search())
+        if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), self._least_gain):
+            return None
+        if iteration is not None:
+            self._expected_seconds = iteration * (1 - proposal.gain / 2)
+        return proposal
+
+    def _search(self) -> Callable[[Topology], Plan] | None:
+        """Finds plans in which ranks change places; None if the loader or the form of replicas does not allow it."""
+        plan, profile, planning = self._run.plan, self._run.profile, self._plugin.planning
+        assert self._session is not None and self._session.objects is not None
+        if self._run.unequal is None or not isinstance(self._session.objects.dataloader, HeteroDataLoader):
+            return None
+        planning = replace(
+            planning, micro_batch_sizes=(plan.micro_batch,), zero_stages=(plan.zero_stage,), schedules=("1f1b",)
+        )
+        held = layers_by_rank(plan)
+
+        def search(topology: Topology) -> Plan:
+            found = best_plan(planning, topology, profile, tp_size=plan.tensor_parallel)
+            return seated(found, topology, profile, [held[rank] for rank in range(len(held))])
+
+        return search
+
+    def _cost(self, proposal: Proposal, iteration: float) -> float:
+        """Seconds of a move: an iteration is disturbed, the rest as in the last move, and state is sent."""
+        plan, profile = proposal.plan, self._run.profile
+        held, needed = layers_by_rank(self._run.plan), layers_by_rank(plan)
+        device = plan.replicas[0].stages[0].device
+        sizes = profile.costs(device, plan.tensor_parallel, plan.micro_batch).state_bytes * plan.tensor_parallel
+        received = [missing_bytes(held[rank], needed[rank], sizes.tolist()) for rank in needed]
+        return iteration + self._fixed_seconds + move_seconds(received, proposal.topology)
+
+    def _may_move(self) -> bool:
+        """False, with a warning, if a rank finds in its model what a move would not keep."""
+        found = [each for each in of_every_rank(self._why_not()) if each is not None]
+        if found and self._obstacle is None:
+            self._obstacle = found[0]
+            print_on_rank_0(
+                f"a faster plan is known for the stages' present speeds, but layers stay where they are: {found[0]}"
+            )
+        return not found
+
+    def _why_not(self) -> str | None:
+        assert self._session is not None and self._session.objects is not None
+        model = self._session.objects.model
+        added = [name for name, hook in _hooks_of(model) if (name, hook) not in self._hooks]
+        if added:
+            return (
+                f"{added[0] or 'the model'} got a hook after booster.boost, which layers that move would lose; "
+                "register hooks before booster.boost, or use PlanConfig(follow_speed=False)"
+            )
+        kept = [name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()]
+        if kept:
+            return (
+                f"{kept[0]} has a gradient from before the last step; call optimizer.zero_grad() after each step, or "
+                "use PlanConfig(follow_speed=False)"
+            )
+        return None
+
+    # A move -------------------------------------------------------------------------------------------------------
+
+    def _move(self, proposal: Proposal) -> None:
+        assert self._session is not None and self._session.objects is not None
+        begin, before = time.monotonic(), self._plugin.plan
+        training, loader = self._session.training(), self._session.objects.dataloader
+        random = random_state_of(training.model)
+        parameters = [(name, weakref.ref(each)) for name, each in training.model.named_parameters()]
+        if self._plugin._checkpoints is not None:
+            self._plugin.wait_for_saves()
+        held = release_state(training)
+        gc.collect()
+        self._is_moving = True
+        try:
+            planning = replace(self._plugin.planning, cluster=proposal.topology, profile=self._run.profile)
+            self._plugin.rebuild(**{**self._arguments, "plan": proposal.plan, "planning": planning})
+            self._session.make_again(self._plugin, loader)
+        finally:
+            self._is_moving = False
+        decision = RecoveryDecision(self._steps, None, (CatchUp.KEEP,) * dist.get_world_size())
+        received = restore(training, held, decision)
+        restore_process(random)
+        del held
+        left = [name for name, each in parameters if each() is not None]
+        if left:
+            warnings.warn(
+                f"layers have moved to other ranks, and the script still has parameters of the model from before, such "
+                f"as {left[0]}, which are not trained any more; ask the model for its parameters when you need them, "
+                "or use PlanConfig(follow_speed=False)",
+                stacklevel=5,
+            )
+        seconds = time.monotonic() - begin
+        self._evidence.settle({})
+        self._fixed_seconds, self._ends, self._seen = seconds, [], None
+        change = PlanChange(
+            self._steps, before, self._plugin.plan, proposal.present_seconds, seconds, max(of_every_rank(received))
+        )
+        self.changes.append(change)
+        print_on_rank_0(change.in_words())
+
+
+def _iteration_seconds(ends: list[float]) -> float | None:
+    """Median time from the end of a step to that of the next."""
+    return median(after - before for before, after in itertools.pairwise(ends)) if len(ends) > 2 else None
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hooks_of(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """Hooks of modules and parameters, with names, except those of the libraries that divide and balance the model."""
+    for name, module in model.named_modules():
+        for kind in _HOOKS:
+            yield from ((name, hook) for hook in getattr(module, kind).values() if _is_of_script(hook))
+    for name, parameter in model.named_parameters():
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            yield from ((name, hook) for hook in (hooks or {}).values() if _is_of_script(hook))
+
+
+def _is_of_script(hook: object) -> bool:
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.partition(".")[0] not in ("colossal_hetero", "colossalai", "torch")
+
+
+def follows(planning: PlanConfig, arguments: Mapping[str, Any], is_elastic: bool) -> bool:
+    """True if the run's plan follows the speeds of devices.
+
+    Raises:
+        ValueError: ``follow_speed=True``, and these arguments of the plugin do not allow it.
+    """
+    wanted = planning.follow_speed
+    reason = _why_not_follow(planning, arguments, is_elastic)
+    if wanted and reason is not None:
+        raise ValueError(f"follow_speed=True is not possible: {reason}")
+    return reason is None and (arguments["plan"] == "auto" if wanted is None else wanted)
+
+
+def _why_not_follow(planning: PlanConfig, arguments: Mapping[str, Any], is_elastic: bool) -> str | None:
+    if arguments["plan"] is None:
+        return 'there is no plan; give the plugin plan="auto" or a plan'
+    if planning.cluster is None or planning.profile is None or planning.global_batch_size is None:
+        return "new plans are made from planning=PlanConfig(cluster=..., profile=..., global_batch_size=...); give all"
+    if is_elastic:
+        return "elastic training plans again only when members come or go; leave follow_speed or elastic out"
+    if arguments["batches"] is not None:
+        return "batches=BatchConfig(...) divides batches by measured times itself; leave follow_speed or batches out"
+    return None
