@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -111,6 +111,10 @@ class Held:
     kinds: dict[str, str]
     """See :func:`.optimizer_memory.state_entries`."""
     state: RunState | None
+    modes: dict[str, bool] = field(default_factory=dict)
+    """``training`` of the model, with the name "", and of modules in which it is another."""
+    frozen: frozenset[str] = frozenset()
+    """Names of parameters without gradients."""
 
 
 # Versions ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -104,7 +104,10 @@ def release_state(training: Training) -> Held:
     model, optimizer = training.model, training.optimizer
     pieces = pieces_of(model, optimizer, training.outline)
     state = run_state_of(training, pieces, epoch=0, plan="")
-    held = Held(pieces, state_entries(optimizer), state)
+    inner, mode = model.unwrap(), model.training
+    modes = {name: each.training for name, each in inner.named_modules() if name and each.training != mode}
+    frozen = frozenset(name for name, each in inner.named_parameters() if not each.requires_grad)
+    held = Held(pieces, state_entries(optimizer), state, modes | {"": mode}, frozen)
     model.__dict__ = nn.Module().__dict__
     optimizer.__dict__ = {}
     return held
@@ -123,7 +126,8 @@ def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> 
     held = held or NOTHING
     holdings = all_holdings(held.pieces)
     shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
-    kinds = {entry: kind for of_rank in of_every_rank(held.kinds) for entry, kind in of_rank.items()}
+    everyone = of_every_rank((held.kinds, held.modes, held.frozen))
+    kinds = {entry: kind for of_rank, *_ in everyone for entry, kind in of_rank.items()}
     outline = training.outline
     lost = [name for name in outline.stored if f"param.{name}" not in shapes and f"buffer.{name}" not in shapes]
     if lost:
@@ -138,4 +142,17 @@ def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> 
     state: list[Any] = [held.state]
     dist.broadcast_object_list(state, src=agreed.catch_ups.index(CatchUp.KEEP))
     restore_run(training, restoring.pieces, state, step=agreed.version)
+    modes = {name: mode for _, of_rank, _ in everyone for name, mode in of_rank.items()}
+    if modes:  # unless all processes have just started, and their scripts set them
+        _switch(training.model, modes, frozenset().union(*(frozen for *_, frozen in everyone)))
     return received
+
+
+def _switch(model: Any, modes: Mapping[str, bool], frozen: frozenset[str]) -> None:
+    """Let modules train or evaluate, and parameters have gradients, as the script has switched them before."""
+    model.train(modes[""])
+    for name, module in model.unwrap().named_modules():
+        module.training = modes.get(name, module.training)
+    for name, parameter in model.unwrap().named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)

@@ -36,6 +36,7 @@ from ...elastic.held_layers import CatchUp, RecoveryDecision, layers_by_rank, mi
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan
 from ...planner.solver.follow import GAIN, MOVE_SECONDS, Evidence, Proposal, move_seconds
+from ...profiling.preserved_state import inner_optimizer
 from ..elastic.planning import seated
 from ..elastic.session import Session, release_state, restore
 from ..plan_config import PlanConfig
@@ -117,6 +118,7 @@ class LivePlan:
         if self._session.objects is None:
             self._session.objects = objects
         self._hooks = list(_hooks_of(objects.model))
+        self._group_sizes = _group_sizes(objects.optimizer)
         self._is_boundary = False
         wrap_method(objects.optimizer, "step", self._step)
 
@@ -199,12 +201,17 @@ class LivePlan:
 
     def _why_not(self) -> str | None:
         assert self._session is not None and self._session.objects is not None
-        model = self._session.objects.model
+        model, optimizer = self._session.objects.model, self._session.objects.optimizer
         added = [name for name, hook in _hooks_of(model) if (name, hook) not in self._hooks]
         if added:
             return (
                 f"{added[0] or 'the model'} got a hook after booster.boost, which layers that move would lose; "
                 "register hooks before booster.boost, or use PlanConfig(follow_speed=False)"
+            )
+        if _group_sizes(optimizer) != self._group_sizes:
+            return (
+                "the optimizer's parameter groups changed after booster.boost; make them before, or use "
+                "PlanConfig(follow_speed=False)"
             )
         kept = [name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()]
         if kept:
@@ -221,7 +228,10 @@ class LivePlan:
         begin, before = time.monotonic(), self._plugin.plan
         training, loader = self._session.training(), self._session.objects.dataloader
         random = random_state_of(training.model)
-        parameters = [(name, weakref.ref(each)) for name, each in training.model.named_parameters()]
+        inner = training.model.unwrap()
+        before_it = [*inner.named_parameters(), ("the model itself", inner)]
+        known = [(name, weakref.ref(each)) for name, each in before_it]
+        del inner, before_it
         if self._plugin._checkpoints is not None:
             self._plugin.wait_for_saves()
         held = release_state(training)
@@ -237,12 +247,13 @@ class LivePlan:
         received = restore(training, held, decision)
         restore_process(random)
         del held
-        left = [name for name, each in parameters if each() is not None]
+        gc.collect()
+        left = [name for name, each in known if each() is not None]
         if left:
             warnings.warn(
-                f"layers have moved to other ranks, and the script still has parameters of the model from before, such "
-                f"as {left[0]}, which are not trained any more; ask the model for its parameters when you need them, "
-                "or use PlanConfig(follow_speed=False)",
+                f"layers have moved to other ranks, and the script still has a part of the model from before, "
+                f"{left[0]}, which is not trained any more; ask the model that booster.boost returned for its parts "
+                "when you need them, or use PlanConfig(follow_speed=False)",
                 stacklevel=5,
             )
         seconds = time.monotonic() - begin
@@ -258,6 +269,10 @@ class LivePlan:
 def _iteration_seconds(ends: list[float]) -> float | None:
     """Median time from the end of a step to that of the next."""
     return median(after - before for before, after in itertools.pairwise(ends)) if len(ends) > 2 else None
+
+
+def _group_sizes(optimizer: Any) -> list[int]:
+    return [len(group["params"]) for group in inner_optimizer(optimizer).param_groups]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
