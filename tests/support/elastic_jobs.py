@@ -27,7 +27,7 @@ from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParalle
 from colossal_hetero.checkpoint.storage import FileOperations
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
-from colossal_hetero.plugin.elastic import evaluations
+from colossal_hetero.plugin.elastic import session
 from colossal_hetero.plugin.elastic.members import JobMember
 from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
 from colossal_hetero.plugin.zero.gradient_sums import GradientSums
@@ -130,8 +130,8 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "saving": (FileOperations, "write", True),
     "re-forming": (JobMember, "form_world", False),
     "formed": (JobMember, "form_world", True),
-    "moving": (evaluations, "move_pieces", False),
-    "moved": (evaluations, "move_pieces", True),
+    "moving": (session, "move_pieces", False),
+    "moved": (session, "move_pieces", True),
 }
 """What is called in each phase: owner, name, and whether the process ends after it instead of before."""
 

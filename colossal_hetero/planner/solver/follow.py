@@ -43,7 +43,7 @@ ByStage = Mapping[tuple[int, ...], float]
 """A value for each stage, by its ranks."""
 
 
-class Evidence:
+class LastingChange:
     """Tells a change of speeds that lasts from noise. Pure state: it sees the ratios of one window after the other."""
 
     def __init__(self) -> None:

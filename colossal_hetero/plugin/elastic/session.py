@@ -110,6 +110,9 @@ def release_state(training: Training) -> Held:
     held = Held(pieces, state_entries(optimizer), state, modes | {"": mode}, frozen)
     model.__dict__ = nn.Module().__dict__
     optimizer.__dict__ = {}
+    for module in [*inner.modules()]:
+        # Some modules are in circles with their own methods, so the memory of their weights would not be free soon.
+        module.__dict__.clear()
     return held
 
 

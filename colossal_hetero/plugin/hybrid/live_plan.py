@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import time
 import warnings
 import weakref
@@ -35,7 +36,7 @@ from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.held_layers import CatchUp, RecoveryDecision, layers_by_rank, missing_bytes
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan
-from ...planner.solver.follow import GAIN, MOVE_SECONDS, Evidence, Proposal, move_seconds
+from ...planner.solver.follow import GAIN, MOVE_SECONDS, LastingChange, Proposal, move_seconds
 from ...profiling.preserved_state import inner_optimizer
 from ..elastic.planning import seated
 from ..elastic.session import Session, release_state, restore
@@ -44,6 +45,8 @@ from ..training_objects import TrainingObjects
 from .drift import DriftReport, split_in_words
 from .plan_agreement import best_plan
 from .planned_mesh import MakeGroup
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class LivePlan:
         self._obstacle: str | None = None
         self._is_moving = self._is_boundary = False
         self._steps = 0
-        self._evidence = Evidence()
+        self._evidence = LastingChange()
         self._seen: DriftReport | None = None
         self._least_gain, self._fixed_seconds = GAIN, MOVE_SECONDS
         self._ends: list[float] = []  # of the last steps
@@ -139,6 +142,9 @@ class LivePlan:
         iteration = _iteration_seconds(self._ends)
         self._ends = self._ends[-1:]
         self._judge(iteration)
+        if dist.get_rank() == 0:
+            shown = ", ".join(f"{ratio:.2f}" for ratio in ratios.values())
+            log.debug("after step %d, stages take %s of the planned time", self._steps, shown)
         if not self._evidence.is_certain(ratios):
             return
         proposal = from_rank_0(lambda: self._paying(report, iteration))
@@ -157,6 +163,9 @@ class LivePlan:
 
     def _paying(self, report: DriftReport, iteration: float | None) -> Proposal | None:
         proposal = self._run.propose(report, self._search())
+        if proposal is not None:
+            words = split_in_words(proposal.plan), 100 * proposal.gain, 100 * self._least_gain
+            log.debug("layers %s gain %.1f %%, and %.1f %% are needed", *words)
         if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), self._least_gain):
             return None
         if iteration is not None:
@@ -235,7 +244,6 @@ class LivePlan:
         if self._plugin._checkpoints is not None:
             self._plugin.wait_for_saves()
         held = release_state(training)
-        gc.collect()
         self._is_moving = True
         try:
             planning = replace(self._plugin.planning, cluster=proposal.topology, profile=self._run.profile)
@@ -247,7 +255,8 @@ class LivePlan:
         received = restore(training, held, decision)
         restore_process(random)
         del held
-        gc.collect()
+        if any(each() is not None for _, each in known):
+            gc.collect()
         left = [name for name, each in known if each() is not None]
         if left:
             warnings.warn(

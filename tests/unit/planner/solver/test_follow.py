@@ -1,0 +1,130 @@
+"""Planning again while training: evidence, cuts beside an exhaustive search, and when a move pays."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from colossal_hetero.planner.cluster.topology import DeviceKind, Topology
+from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
+from colossal_hetero.planner.cost.price import price
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.solver.follow import LastingChange, Proposal, at_measured_speeds, propose
+from tests.support.machines import of_nodes
+from tests.support.planning import predict_plan
+from tests.support.small_problems import FAST_LINK, SLOW_LINK, profile
+
+ONE, OTHER, THIRD = (0,), (1,), (2,)
+MICRO_BATCH, GLOBAL_BATCH = 2, 16
+
+
+def machines(devices: int) -> Topology:
+    kind = DeviceKind("fast", 10**6, 1e12)
+    return of_nodes(([kind], FAST_LINK, (SLOW_LINK,)) for _ in range(devices))
+
+
+# Evidence -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_windows_show_the_same_change() -> None:
+    evidence = LastingChange()
+    assert not evidence.is_certain({ONE: 1.0, OTHER: 2.0})
+    assert evidence.is_certain({ONE: 1.0, OTHER: 1.9})
+    evidence.settle({ONE: 1.0, OTHER: 1.9})  # what is known is no evidence any more
+    assert not any(evidence.is_certain({ONE: 1.0, OTHER: 1.9}) for _ in range(5))
+    # That it is as before is a change, too.
+    assert [evidence.is_certain({ONE: 1.0, OTHER: 1.0}) for _ in range(2)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [{ONE: 2.0, OTHER: 2.0}] * 5,  # all devices alike, for which no other split helps
+        [{ONE: 1.0, OTHER: 2.0}, {ONE: 2.0, OTHER: 1.0}] * 5,  # noise
+        [{ONE: 1.0, OTHER: 2.0}, {ONE: 1.0, OTHER: 1.0}] * 5,  # now and then
+        [{ONE: 0.97, OTHER: 1.05}] * 5,  # little
+        [{ONE: 1.0, OTHER: 2.0}, {ONE: 2.0}] * 5,  # a stage was not measured
+    ],
+)
+def test_no_evidence(windows: list[dict[tuple[int, ...], float]]) -> None:
+    evidence = LastingChange()
+    assert not any(evidence.is_certain(each) for each in windows)
+
+
+# Proposals ----------------------------------------------------------------------------------------------------------
+
+
+def every_cut(stages: int, blocks: int) -> list[tuple[int, ...]]:
+    return [(0, *cuts, blocks) for cuts in itertools.combinations(range(1, blocks), stages - 1)]
+
+
+def best_alike(topology: Topology, known: ModelProfile, ranks: list[list[tuple[int, ...]]]) -> float:
+    sizes = dict(micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+    plans = (predict_plan(topology, known, ranks, cut, **sizes) for cut in every_cut(len(ranks[0]), known.blocks))
+    return min(plan.iteration_seconds for plan in plans)
+
+
+def best_unlike(topology: Topology, known: ModelProfile, ranks: list[list[tuple[int, ...]]]) -> float:
+    """Of all cuts of each replica and all numbers of micro-batches, at least one for each of its stages."""
+    total, found = GLOBAL_BATCH // MICRO_BATCH, []
+    for cuts in itertools.product(*(every_cut(len(row), known.blocks) for row in ranks)):
+        for first in range(len(ranks[0]), total - len(ranks[1]) + 1):
+            pipelines = tuple(
+                PipelineLayout(tuple(StageLayout("fast", (each,)) for each in itertools.pairwise(cut)), count)
+                for cut, count in zip(cuts, (first, total - first), strict=True)
+            )
+            found.append(price(topology, known, PlanLayout(pipelines, MICRO_BATCH), ranks).iteration_seconds)
+    return min(found)
+
+
+@pytest.mark.parametrize("ranks", [[[ONE, OTHER]], [[OTHER, ONE, THIRD]], [[ONE, OTHER], [THIRD, (3,)]]])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_cuts_for_measured_times(ranks: list[list[tuple[int, ...]]], seed: int) -> None:
+    chance, known = random.Random(seed), profile(6, {"fast": 1.0}, (1,), (MICRO_BATCH,), seed)
+    topology = machines(sum(map(len, ranks)))
+    plan = predict_plan(topology, known, ranks, micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    factors = {stage.ranks: chance.choice([0.5, 1.0, 1.0, 2.0, 3.7]) for stage in stages}
+    seconds = {stage.ranks: (stage.forward_seconds + stage.backward_seconds) * factors[stage.ranks] for stage in stages}
+    slowed = at_measured_speeds(topology, factors)
+    for alike in (True, False) if len(ranks) == 2 else (True,):
+        found = propose(topology, known, plan, seconds, alike=alike)
+        assert found is not None and found.topology == slowed
+        assert found.plan.rank_order == plan.rank_order and found.plan.symmetric >= alike
+        best = best_alike(slowed, known, ranks)
+        if not alike:
+            best = min(best, best_unlike(slowed, known, ranks))
+        assert found.plan.iteration_seconds == pytest.approx(best, rel=1e-9)
+        present = predict_plan(slowed, known, ranks, micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+        assert found.present_seconds == pytest.approx(present.iteration_seconds)
+
+
+def test_speeds_are_rounded_so_that_noise_makes_no_device_unequal() -> None:
+    speeds = [each.speed for each in at_measured_speeds(machines(3), {ONE: 1.01, OTHER: 0.99, THIRD: 2.0}).devices]
+    assert speeds[:2] == [1.0, 1.0] and speeds[2] == pytest.approx(0.5, rel=0.015)
+
+
+def test_another_search_is_asked_and_the_fastest_plan_counts() -> None:
+    topology, known = machines(2), profile(6, {"fast": 1.0}, (1,), (MICRO_BATCH,))
+    sizes = dict(micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+    plan = predict_plan(topology, known, [[ONE, OTHER]], **sizes)
+    seconds = {stage.ranks: stage.forward_seconds + stage.backward_seconds for stage in plan.replicas[0].stages}
+    both = predict_plan(topology, known, [[ONE], [OTHER]], **sizes)
+    found = propose(topology, known, plan, seconds, alike=False, search=lambda _: both)
+    assert found is not None and len(found.plan.replicas) == (
+        2 if both.iteration_seconds < plan.iteration_seconds else 1
+    )
+
+
+def test_a_move_has_to_pay() -> None:
+    plan = predict_plan(machines(1), profile(6, {"fast": 1.0}, (1,), (2,)), [[ONE]], micro_batch=2, global_batch=16)
+
+    def gaining(share: float) -> Proposal:
+        return Proposal(plan, plan.iteration_seconds / (1 - share), machines(1))
+
+    seconds = plan.iteration_seconds
+    assert gaining(0.2).gain == pytest.approx(0.2)
+    assert gaining(0.06).pays(seconds) and not gaining(0.04).pays(seconds) and not gaining(-0.1).pays(0.0)
+    assert not gaining(0.06).pays(seconds, 0.1) and not gaining(0.06).pays(20 * seconds)
