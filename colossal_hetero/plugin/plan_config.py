@@ -26,7 +26,7 @@ class PlanConfig:
     """Names of this rank's network adapters, by kind in the cluster file. None: as the environment variables say."""
     profile: str | Path | ModelProfile | None = None
     """Profile file of the model (``colossal-hetero profile`` writes one) or its content. Required for ``plan="auto"``.
-    With any plan, new splits are computed from it if stage times differ from the plan."""
+    With any plan and a cluster, better plans are computed from it if stages take other times than planned."""
     global_batch_size: int | None = None
     """Samples per optimizer step, over all replicas. Required for ``plan="auto"``."""
     micro_batch_sizes: Sequence[int] | None = None
@@ -55,7 +55,7 @@ class PlanConfig:
     faster; False if stages are only reported. None: True for ``plan="auto"``, where it is possible."""
     drift_threshold: float = 0.2
     """Relative difference from the planned time per micro-batch beyond which a stage is reported at the end of an
-    epoch. With ``inf``, or in a schedule other than 1F1B, stages are neither timed, nor reported, nor followed."""
+    epoch, if layers do not move. With ``inf``, or in a schedule other than 1F1B, stages are not even timed."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("cluster", (str, Path, Topology)), ("profile", (str, Path, ModelProfile))):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,19 +36,34 @@ class Template:
             id(parameter): Parameter(parameter.detach().new_zeros(()).expand(parameter.shape), parameter.requires_grad)
             for parameter in model.parameters()
         }
-        self._skeleton = copy.deepcopy(model, memo)
+        self._skeleton = copy.deepcopy(model, memo | _shared_hooks(model))
         self._groups = [tuple(names) for names in groups]
         self.optimizer = optimizer
 
     def make(self) -> nn.Module:
         """The model, with parameters that are zero. The optimizer has these parameters then, and no state."""
         with torch.no_grad():
-            model = copy.deepcopy(self._skeleton)
+            model = copy.deepcopy(self._skeleton, _shared_hooks(self._skeleton))
         named = dict(model.named_parameters(remove_duplicate=False))
         for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
             group["params"] = [named[name] for name in names]
         self.optimizer.state.clear()
         return model
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _shared_hooks(model: nn.Module) -> dict[int, Any]:
+    """What copies of ``model`` share: its hooks that are objects of the script, or their methods, by ``id``."""
+    modules = list(model.modules())
+    hooks = [hook for module in modules for kind in HOOKS for hook in getattr(module, kind).values()]
+    inside = {id(module) for module in modules}
+    return {
+        id(hook): hook
+        for hook in hooks
+        if id(getattr(hook, "__self__", hook)) not in inside and type(hook) is not partial
+    }
 
 
 # Session -------------------------------------------------------------------------------------------------------------

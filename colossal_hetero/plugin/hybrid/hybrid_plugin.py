@@ -80,9 +80,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             evenly. For pipelines a plan does it.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. Only rank 0 needs the files. In 1F1B, replicas may
-            differ in stages and batches, and stages whose times differ from the plan are reported at the end of each
-            epoch. A replica's batch is all its micro-batches. One training loop (:meth:`execute_pipeline`) fits every
-            plan.
+            differ in stages and batches; if stages take other times than planned, layers move to other ranks with
+            "auto", and otherwise it is reported at the end of each epoch. A replica's batch is all its micro-batches.
+            One training loop (:meth:`execute_pipeline`) fits every plan.
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of

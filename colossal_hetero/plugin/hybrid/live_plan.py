@@ -23,10 +23,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ...checkpoint.run_states import random_state_of, restore_process
 from ...common.methods import wrap_method
@@ -39,7 +40,7 @@ from ...planner.cost.plan import Plan
 from ...planner.solver.follow import GAIN, MOVE_SECONDS, LastingChange, Proposal, move_seconds
 from ...profiling.preserved_state import inner_optimizer
 from ..elastic.planning import seated
-from ..elastic.session import Session, release_state, restore
+from ..elastic.session import HOOKS, Session, release_state, restore
 from ..plan_config import PlanConfig
 from ..training_objects import TrainingObjects
 from .drift import DriftReport, split_in_words
@@ -257,7 +258,7 @@ class LivePlan:
         del held
         if any(each() is not None for _, each in known):
             gc.collect()
-        left = [name for name, each in known if each() is not None]
+        left = [name for name, each in known if _is_in_use(each())]
         if left:
             warnings.warn(
                 f"layers have moved to other ranks, and the script still has a part of the model from before, "
@@ -280,17 +281,21 @@ def _iteration_seconds(ends: list[float]) -> float | None:
     return median(after - before for before, after in itertools.pairwise(ends)) if len(ends) > 2 else None
 
 
+def _is_in_use(part: Any) -> bool:
+    """True if Python's objects refer to a part of a model; graphs of passes that are kept somewhere do not count."""
+    if part is None or not isinstance(part, Tensor):
+        return part is not None
+    return any(not isinstance(each, FrameType) for each in gc.get_referrers(part))
+
+
 def _group_sizes(optimizer: Any) -> list[int]:
     return [len(group["params"]) for group in inner_optimizer(optimizer).param_groups]
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _hooks_of(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Hooks of modules and parameters, with names, except those of the libraries that divide and balance the model."""
     for name, module in model.named_modules():
-        for kind in _HOOKS:
+        for kind in HOOKS:
             yield from ((name, hook) for hook in getattr(module, kind).values() if _is_of_script(hook))
     for name, parameter in model.named_parameters():
         for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
