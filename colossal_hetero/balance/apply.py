@@ -17,7 +17,6 @@ from .config import BalanceConfig
 from .divide import (
     BlockShape,
     Division,
-    LayerShape,
     block_ports,
     busiest_port,
     column_traffic,
@@ -176,18 +175,14 @@ class Applier:
         total = Traffic()
         divisions = self._divide(plan)
         for layer, division in zip(self._layers, divisions, strict=False):
-            outputs, columns = layer.matrix.shape
+            rows = layer.rows // max(1, layer.passes)
             total += column_traffic(
-                LayerShape(outputs, columns, layer.is_column_parallel),
-                division.moves,
-                layer.rows // max(1, layer.passes),
-                layer.passes,
-                self._transport.size,
-                self._column_method,
-                bytes_per_element,
+                *(division.moves, layer.matrix.shape[0], rows, layer.passes, self._transport.size, bytes_per_element),
+                column_parallel=layer.column_parallel,
+                method=self._column_method,
             )
         moves = [division.moves for division in divisions[len(self._layers) :]]
-        shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
+        shapes = [BlockShape(block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
         return total + Traffic(point_to_point=busiest_port(ports)) * passes

@@ -70,13 +70,13 @@ class Balancer:
         self._clock = clock
         self._groups = groups
         self._exchange = groups.exchange
-        self._transport, self._applier, self._resharding = transport, applier, resharding
-        self._plan = BalancePlan.idle(self._exchange.size)
+        self.traffic, self._applier, self._resharding = transport, applier, resharding
+        self.plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
         self._knows_costs = config.mode not in ("semi", "auto")
         if self.active and config.mode != "resize":
             # At boost: NCCL has memory of its own, which torch's cache takes away later.
-            self._transport.connect(next(iter(layers.values())).matrix.device)
+            self.traffic.connect(next(iter(layers.values())).matrix.device)
         self._relieved_for = (0,) * self._exchange.size
         self._follows = False
         """True if :meth:`follow` has given the plan."""
@@ -108,14 +108,6 @@ class Balancer:
         self._changes = ChangeTeller(ranks, log.info) if dist.get_rank() == ranks[0] else None
 
     @property
-    def plan(self) -> BalancePlan:
-        return self._plan
-
-    @property
-    def traffic(self) -> Transport:
-        return self._transport
-
-    @property
     def shares(self) -> Shares:
         return self._applier.shares
 
@@ -144,7 +136,7 @@ class Balancer:
         self._exchange.check_same(plan.digest)
         self._follows = True
         self._agree_on_seen()
-        self._plan = self._adopt(plan, self._stays_resharded(plan))
+        self.plan = self._adopt(plan, self._stays_resharded(plan))
 
     def begin(self, asks_for_heads: bool = False, number: int = 1) -> None:
         """Begin a training forward pass; the first one since :meth:`tick` begins an iteration. ``number`` is that of
@@ -167,7 +159,7 @@ class Balancer:
 
     @property
     def _is_idle(self) -> bool:
-        return not any((*self._plan.resize, *self._plan.migrate))
+        return not any((*self.plan.resize, *self.plan.migrate))
 
     def _keep_seen(self, asks_for_heads: bool) -> None:
         """Let all ranks compute their own units of blocks that somebody sees inside in this pass, if a plan applies."""
@@ -195,7 +187,7 @@ class Balancer:
                 *(sum(seen), len(seen)),
             )
         if not self._is_idle:
-            self._plan = self._adopt(self._plan, self._applier.for_good)
+            self.plan = self._adopt(self.plan, self._applier.for_good)
 
     def _agree_on_seen(self) -> None:
         """Let all ranks know which blocks somebody sees inside. Collective over the group."""
@@ -277,7 +269,7 @@ class Balancer:
             if self.active:
                 self._unsent.append(_numbers(times, len(self._applier.kinds)))
         if self.active:
-            self._relieved_for = relieved_for(self._relieved_for, self._plan)
+            self._relieved_for = relieved_for(self._relieved_for, self.plan)
             # Not any(…), which would stop at the first iteration after which to decide.
             times_of_ranks = self._exchange.take()
             if sum([self._compare(rows) for rows in times_of_ranks]):
@@ -285,7 +277,7 @@ class Balancer:
             self._reshard_if_due()
             nothing = (-1, [0.0] * (2 + 3 * len(self._applier.kinds)))
             iteration, numbers = self._unsent.popleft() if self._unsent else nothing
-            self._exchange.post(iteration, numbers, self._plan.digest)
+            self._exchange.post(iteration, numbers, self.plan.digest)
             self._applier.end_iteration()
         self._iteration += 1
         if self._latest.end_iteration(self._iteration):
@@ -307,7 +299,7 @@ class Balancer:
         """What ranks did lately, and what an iteration would have taken otherwise; None before the first iterations are
         known. Not collective: ranks exchange their numbers after 4, 8, … iterations, then after every interval."""
         found = self._latest.report()
-        return found and replace(found, notes=(self._plan.note,) if self._plan.note else (), mode=self.config.mode)
+        return found and replace(found, notes=(self.plan.note,) if self.plan.note else (), mode=self.config.mode)
 
     @property
     def iterations(self) -> int:
@@ -357,12 +349,10 @@ class Balancer:
             equal_work_seconds=equal.work_seconds,
             equal_matmul_seconds=equal.matmul_seconds,
             resized=shares.resized,
-            exchanged=False,
-            plan_changed=False,
             migrated=shares.migrated,
             resharded=shares.resharded,
             received=shares.received,
-            note=self._plan.note,
+            note=self.plan.note,
             block_seconds=times.block_seconds,
             own_score=self._best_seconds / equal.work_seconds,
         )
@@ -391,25 +381,25 @@ class Balancer:
     def _replan(self) -> None:
         self._agree_on_seen()
         is_settled = len(self._migration_seconds) >= SETTLED_AFTER
-        if sum(self._plan.migrate) > 0 and is_settled and not self.has_resharded:
+        if sum(self.plan.migrate) > 0 and is_settled and not self.has_resharded:
             self._costs = self._costs.corrected(
-                self._costs.phi1(fsum(self._plan.migrate)), median(self._migration_seconds)
+                self._costs.phi1(fsum(self.plan.migrate)), median(self._migration_seconds)
             )
         plan = self._decide(self._speed.uncertainty)
-        if plan != self._plan and not self._knows_costs:
+        if plan != self.plan and not self._knows_costs:
             # What would not pay without costs does not pay with them, so they are measured only now.
             self._knows_costs = True
             self._costs = self._measure_costs()
             self._speed.receive_factor = self._costs.receive_factor
             plan = self._decide(self._speed.uncertainty)
         # Ranks that followed different plans would not agree on whether there is a change.
-        self._exchange.check_same(self._plan.digest, plan.digest)
+        self._exchange.check_same(self.plan.digest, plan.digest)
         self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
-        if plan != self._plan:
+        if plan != self.plan:
             self._follows = False
             self._change_plan(plan, self._stays_resharded(plan))
             return
-        self._plan = plan
+        self.plan = plan
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True)
 
@@ -419,30 +409,30 @@ class Balancer:
 
     def _change_plan(self, plan: BalancePlan, for_good: bool) -> None:
         """Follow ``plan``, which differs from the present one or in whether it is applied for good."""
-        self._plan = self._adopt(plan, for_good)
+        self.plan = self._adopt(plan, for_good)
         self._latest.plan_changed(self._iteration)
         if self._changes is not None:
             times = self._speed.equal_work() if self._speed.is_known else None
-            self._changes.changed(self._iteration, self._plan, times)
+            self._changes.changed(self._iteration, self.plan, times)
         self._migration_seconds = []
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
 
     def _stays_resharded(self, plan: BalancePlan) -> bool:
-        return self.has_resharded and stays_resharded(self._plan, plan)
+        return self.has_resharded and stays_resharded(self.plan, plan)
 
     def _reshard_if_due(self) -> None:
         """Re-shard the units that migrate permanently if their owners have been slow for long. Collective."""
         sharding = self._resharding
-        if sharding is None or self._applier.for_good or self._plan == self._not_for_good:
+        if sharding is None or self._applier.for_good or self.plan == self._not_for_good:
             return
-        if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
+        if not wants_resharding(self.plan, self._relieved_for, self.config.reshard_after):
             return
         obstacle = sharding.obstacle
         if obstacle is None:
             # Without messages in each iteration it may pay to move more units.
-            plan = self._plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
-            self._exchange.check_same(self._plan.digest, plan.digest)
+            plan = self.plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
+            self._exchange.check_same(self.plan.digest, plan.digest)
             self._change_plan(plan, for_good=True)
             obstacle = sharding.obstacle
         if sharding.is_active:
@@ -452,7 +442,7 @@ class Balancer:
                     "your own no longer fit; BalanceConfig(reshard_after=None) keeps all shapes"
                 )
             return
-        self._not_for_good = self._plan
+        self._not_for_good = self.plan
         obstacle = obstacle or "somebody sees inside of all blocks that could move, or no rank would gain"
         if not self._has_told_obstacle and dist.get_rank() == 0:
             log.info("units migrate in each iteration and are not permanently re-sharded: %s", obstacle)
@@ -480,7 +470,7 @@ class Balancer:
         share of the time than ``uncertainty``. Units that are permanently re-sharded are sent at no cost."""
         units = self._speed.unit_work(self._applier.present_kinds(for_good or self.has_resharded))
         times = self._speed.equal_work()
-        return decide(times, self._costs, self.config, self._plan, uncertainty, units, self._max_received)
+        return decide(times, self._costs, self.config, self.plan, uncertainty, units, self._max_received)
 
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""

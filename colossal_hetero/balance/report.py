@@ -45,9 +45,9 @@ class LocalRecord(WorkRecord):
     """One iteration as measured by one rank."""
 
     iteration: int
-    exchanged: bool
+    exchanged: bool = False
     """True if the group decided on a plan at the end of this iteration."""
-    plan_changed: bool
+    plan_changed: bool = False
     """True if another plan applies from the iteration after this one on."""
     note: str = ""
 

@@ -48,7 +48,7 @@ class HeteroLinear:
     block: Any = None
     """The :class:`.Block` that contains the layer, if any; its workload takes precedence over the layer's."""
     _layout: WeightLayout = LINEAR_LAYOUT
-    _column_parallel: bool
+    column_parallel: bool
     _workload: Workload | None = None
     _migration: ColumnMigration | None = None
     _lineage: Lineage | None = None
@@ -123,10 +123,6 @@ class HeteroLinear:
         return SequenceParts(self.process_group, getattr(self, "seq_parallel_dim", 1))  # type: ignore[attr-defined]
 
     @property
-    def is_column_parallel(self) -> bool:
-        return self._column_parallel
-
-    @property
     def output_dim(self) -> int:
         return 1 - self._layout.columns
 
@@ -186,7 +182,7 @@ class HeteroLinear:
 
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         layer: Any = self
-        sequence = self.sequence_parts if self._column_parallel else None
+        sequence = self.sequence_parts if self.column_parallel else None
         if layer.training:
             self.rows += x.numel() // x.shape[-1] * (1 if sequence is None else sequence.ranks)
             self.passes += 1
@@ -196,7 +192,7 @@ class HeteroLinear:
             context = MigratedProductContext(
                 *(self._layout, group, lineage, None, self.clock, self.kind, self.slow_down),
                 migration=migration,
-                column_parallel=self._column_parallel,
+                column_parallel=self.column_parallel,
             )
             return migrated_product(x, layer.weight, bias, context)
         block = self.block if self.block is not None and len(self.block.layers) > 1 else None
@@ -209,7 +205,7 @@ class HeteroLinear:
             self.kind,
             self.slow_down,
             before_forward="block" if block is not None and self is not block.layers[0] else "other",
-            before_backward="block" if self.block is not None and self._column_parallel else "other",
+            before_backward="block" if self.block is not None and self.column_parallel else "other",
             sequence=sequence,
             in_block=block is not None,
             inner_backward=block is not None and self not in block.layers[-2:],
@@ -249,7 +245,7 @@ class _HeteroColumnParallel(HeteroLinear):
     """Weight ``[N/e, K]``: X is replicated; forward sends nothing, backward sums dX over the group. With sequence
     parallelism, forward gathers X and each rank keeps its part of the sum."""
 
-    _column_parallel = True
+    column_parallel = True
 
     def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self
@@ -271,7 +267,7 @@ class _HeteroRowParallel(HeteroLinear):
     """Weight ``[N, K/e]``: forward sums Y over the group, backward sends nothing. With sequence parallelism, each rank
     keeps its part of the sum, and backward gathers dY."""
 
-    _column_parallel = False
+    column_parallel = False
 
     def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import host_messages
-from colossal_hetero.balance.divide import BlockShape, LayerShape, Move, block_ports, column_traffic, divide
+from colossal_hetero.balance.divide import BlockShape, Move, block_ports, column_traffic, divide
 from colossal_hetero.balance.plan import BalancePlan, Traffic, Volume
 from colossal_hetero.balance.pruning import SAMPLED_ROWS
 from colossal_hetero.layers import hetero_layers
@@ -202,7 +202,7 @@ def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> No
         if method == "block":
             blocks = blocks_of(run)
             moves = [divide(block.units, plan).moves for block in blocks]
-            shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in blocks]
+            shapes = [BlockShape(block.elements_per_unit, len(block.layers)) for block in blocks]
             ports = block_ports(shapes, moves, [0] * len(shapes), ranks, 4)
             assert [each["point_to_point"] for each in sent] == [port.sent for port in ports]
             assert all(port.sent.bytes > 0 for port in ports)
@@ -210,8 +210,8 @@ def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> No
         expected = Traffic()
         for layer in hetero_layers(run.model).values():
             outputs, columns = layer.matrix.shape
-            shape = LayerShape(outputs, columns, column_parallel=layer.is_column_parallel)
-            expected += column_traffic(shape, divide(columns, plan).moves, BATCH * TOKENS, 1, ranks, method, 4)
+            sizes = divide(columns, plan).moves, outputs, BATCH * TOKENS, 1, ranks, 4
+            expected += column_traffic(*sizes, column_parallel=layer.column_parallel, method=method)
         for name in ("point_to_point", "broadcast", "reduce"):
             total = sum((each[name] for each in sent), Volume())
             assert total == getattr(expected, name), f"{method}, {name}"
