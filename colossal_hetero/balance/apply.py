@@ -118,19 +118,12 @@ class Applier:
             kinds.append(LayerKind(units, 1 if units is None else effective_grain(units), weight))
         return kinds
 
-    def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
-        """:attr:`kinds`, with ``moves`` false if blocks cannot migrate now, and ``sends`` if they move for good."""
+    def present_kinds(self) -> list[LayerKind]:
+        """:attr:`kinds`, with ``moves`` false if blocks cannot migrate now."""
         of_blocks = list(zip(self._blocks, self._kind_of[len(self._layers) :], strict=True))
         fixed = {number for block, number in of_blocks if not block.moves}
         fixed |= {number for _, number in of_blocks} - {number for block, number in of_blocks if not block.stays}
-        once: set[int | None] = set()
-        if for_good and self._resharding is not None:
-            possible = self._resharding.possible
-            numbers = [number for _, number in of_blocks]
-            once = set(numbers) - {kind for block, kind in enumerate(numbers) if block not in possible}
-        return [
-            replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
-        ]
+        return [replace(kind, moves=number not in fixed) for number, kind in enumerate(self.kinds)]
 
     @property
     def units(self) -> UnitExchange:

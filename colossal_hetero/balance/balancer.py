@@ -78,8 +78,6 @@ class Balancer:
             # At boost: NCCL has memory of its own, which torch's cache takes away later.
             self.traffic.connect(next(iter(layers.values())).matrix.device)
         self._relieved_for = (0,) * self._exchange.size
-        self._follows = False
-        """True if :meth:`follow` has given the plan."""
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
@@ -134,7 +132,6 @@ class Balancer:
     def follow(self, plan: BalancePlan) -> None:
         """Apply ``plan`` from the next iteration on, until another one is decided. Collective over the group."""
         self._exchange.check_same(plan.digest)
-        self._follows = True
         self._agree_on_seen()
         self.plan = self._adopt(plan, self._stays_resharded(plan))
 
@@ -396,7 +393,6 @@ class Balancer:
         self._exchange.check_same(self.plan.digest, plan.digest)
         self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
         if plan != self.plan:
-            self._follows = False
             self._change_plan(plan, self._stays_resharded(plan))
             return
         self.plan = plan
@@ -430,10 +426,8 @@ class Balancer:
             return
         obstacle = sharding.obstacle
         if obstacle is None:
-            # Without messages in each iteration it may pay to move more units.
-            plan = self.plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
-            self._exchange.check_same(self.plan.digest, plan.digest)
-            self._change_plan(plan, for_good=True)
+            self._exchange.check_same(self.plan.digest)
+            self._change_plan(self.plan, for_good=True)
             obstacle = sharding.obstacle
         if sharding.is_active:
             if dist.get_rank() == 0:
@@ -465,10 +459,10 @@ class Balancer:
         that reads or writes shards. Collective over the group, at its beginning and end."""
         return nullcontext() if self._resharding is None else self._resharding.ordinary_shards()
 
-    def _decide(self, uncertainty: float, for_good: bool = False) -> BalancePlan:
+    def _decide(self, uncertainty: float) -> BalancePlan:
         """The plan for the present speeds, within the known memory of receivers; another one only if it saves a larger
-        share of the time than ``uncertainty``. Units that are permanently re-sharded are sent at no cost."""
-        units = self._speed.unit_work(self._applier.present_kinds(for_good or self.has_resharded))
+        share of the time than ``uncertainty``."""
+        units = self._speed.unit_work(self._applier.present_kinds())
         times = self._speed.equal_work()
         return decide(times, self._costs, self.config, self.plan, uncertainty, units, self._max_received)
 

@@ -63,8 +63,6 @@ class LayerKind:
     weight: float
     """The kind's share of the cost of all products that can be divided."""
     moves: bool = True
-    sends: bool = True
-    """True if moved units are sent in each iteration, not if they are permanently re-sharded."""
 
     @property
     def full(self) -> float:
@@ -133,7 +131,7 @@ def _decide_units(
         problems.append(
             KindProblem(
                 *(kind.units, kind.grain, int(most * kind.units), work.lines[number]),
-                kind.sends * sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
+                sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
             )
         )
     nothing = tuple(problem.nothing for problem in problems)
@@ -141,8 +139,7 @@ def _decide_units(
         of_kind if max(of_kind) <= problem.units + problem.max_taken else problem.nothing
         for of_kind, problem in zip(current.units or nothing, problems, strict=True)
     )
-    fixed = sends * costs.migrate_fixed_seconds if any(kind.sends for _, kind in blocks) else 0.0
-    counts, note = decide_counts(problems, now, uncertainty, fixed)
+    counts, note = decide_counts(problems, now, uncertainty, sends * costs.migrate_fixed_seconds)
     if math.isfinite(max_received):
         note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
     if counts == now:

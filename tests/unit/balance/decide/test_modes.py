@@ -378,26 +378,6 @@ def test_a_plan_has_whole_units_and_their_shares() -> None:
     assert moved != (8, 8) and stays == (64, 64)
 
 
-@pytest.mark.parametrize(
-    ("per_share", "fixed", "sends", "kept"),
-    [
-        (10**4, 0.0, [True], [64]),  # each share that is sent costs more than it saves
-        (0.0, 10**4, [True], [64]),  # and so does sending anything
-        (10**4, 10**4, [False], [25]),  # units that are moved once are sent at no cost
-        (0.0, 0.0, [True], [25]),
-        (10**4, 0.0, [False, True], [25, 64]),  # kinds that are sent in every iteration still cost what they do
-    ],
-)
-def test_units_that_are_moved_once_are_sent_at_no_cost(
-    per_share: float, fixed: float, sends: list[bool], kept: list[int]
-) -> None:
-    """How many of its 64 units of each kind rank 1 keeps, which takes four times as long for a unit."""
-    kinds = [LayerKind(64, 1, 1.0 / len(sends), sends=each) for each in sends]
-    costs = Costs(migrate_seconds_per_share=per_share, migrate_fixed_seconds=fixed)
-    plan = decide_units((1.0, 4.0), kinds=kinds, costs=costs, uncertainty=0.0)
-    assert ([counts[1] for counts in plan.units] or [64] * len(kinds)) == kept
-
-
 def relieving(*ranks: int, size: int = 4) -> BalancePlan:
     share = 0.3 * len(ranks) / (size - len(ranks))
     migrate = tuple(0.3 if rank in ranks else 0.0 for rank in range(size))
