@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..colossalai_support.user_hooks import user_hooks
+from ..colossalai_support.corrections import user_hooks
 from ..common.methods import wrap_method
 from ..profiling.preserved_state import inner_optimizer
 from .config import BatchSetup

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
-from ..colossalai_support.user_hooks import OWN_PACKAGES, is_from, user_hooks
+from ..colossalai_support.corrections import OWN_PACKAGES, is_from, user_hooks
 from .block_rules import BlockRule, rule_for
 from .dropout import UnitDropout
 from .linear import HeteroLinear
