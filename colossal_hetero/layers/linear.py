@@ -31,7 +31,7 @@ from .product import ProductContext, SequenceParts, parallel_product, sum_output
 from .unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT, WeightLayout
 from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, traced, uncompiled, values_of
 
-_OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
+_OF_BALANCING = {"clock", "slow_down", "kind", "block", "workload", "_migration", "_lineage", "_previous"}
 """Attributes that a copy of a layer does not have."""
 
 
@@ -47,9 +47,9 @@ class HeteroLinear:
     """Layers of one kind are balanced in the same way; None: this layer is not balanced."""
     block: Any = None
     """The :class:`.Block` that contains the layer, if any; its workload takes precedence over the layer's."""
+    workload: Workload | None = None
     _layout: WeightLayout = LINEAR_LAYOUT
     column_parallel: bool
-    _workload: Workload | None = None
     _migration: ColumnMigration | None = None
     _lineage: Lineage | None = None
     _previous: dict[tuple[str, int], Tensor]
@@ -70,17 +70,13 @@ class HeteroLinear:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_BALANCING}
 
-    @property
-    def workload(self) -> Workload | None:
-        return self._workload
-
     def assign(self, workload: Workload | None, migration: ColumnMigration | None = None) -> None:
         """Compute ``workload`` from the next training forward pass on; None means the full share of the work. With
         ``migration``, which all ranks of the group must be given at the same time, other ranks compute columns; the
         workload then prunes only columns that are not given away."""
         if (workload or migration) is not None and (obstacle := self.column_obstacle()) is not None:
             raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; turn one of them off")
-        self._workload = workload
+        self.workload = workload
         self._migration = migration
         self._previous = {}
         self.begin_iteration()
@@ -136,7 +132,7 @@ class HeteroLinear:
         return self._layout.as_matrix(values_of(self.weight))  # type: ignore[attr-defined]
 
     def _passes_through(self) -> bool:
-        assigned = self._workload is not None or self._migration is not None
+        assigned = self.workload is not None or self._migration is not None
         in_block = self.block is not None and (self.block.workload or self.block.held) is not None
         if not (assigned or in_block or self.clock or self.slow_down):
             return True
@@ -223,8 +219,7 @@ class HeteroLinear:
         return self.training and is_recorded()  # type: ignore[attr-defined]
 
     def _columns_for(self, x: Tensor) -> Lineage | None:
-        workload = self._workload
-        if workload is None or workload.prune == 0 or not self._is_balanced():
+        if (workload := self.workload) is None or workload.prune == 0 or not self._is_balanced():
             return None
         if self._lineage is None:
             given = 0 if self._migration is None else self._migration.given
