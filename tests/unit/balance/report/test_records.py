@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance.latest import SETTLED_AFTER, ChangeTeller, plan_in_words
+from colossal_hetero.balance.latest import SETTLED_AFTER, ChangeTeller, LatestIterations, plan_in_words
 from colossal_hetero.balance.plan import BalancePlan, RankTimes
 from colossal_hetero.balance.report import (
     BalanceReport,
@@ -143,6 +145,20 @@ RANKS = (4, 5, 6)
 IDLE, PRUNING = BalancePlan.idle(3), BalancePlan.resizing((0.0, 0.5, 0.0))
 WORDS = "rank 5 takes 6.1 times as long as the fastest for the same layers: 68% of its work now runs on ranks 4, 6"
 FASTER, SLOWER = "; iteration 2.000 s → 1.000 s", "; iteration 1.000 s → 2.000 s"
+
+
+def test_the_latest_medians_are_those_of_one_plan() -> None:
+    """Also if the times of an iteration with the plan before become known later."""
+    latest = LatestIterations(Mock(size=lambda: 1, rank=lambda: 0), [[0]], interval=4)
+    for iteration in range(3):
+        latest.add(local(iteration, work=9.0))
+    latest.plan_changed(3)
+    for iteration, work in ((3, 9.0), (4, 2.0)):
+        latest.add(local(iteration, work=work))
+    with patch.object(dist, "all_reduce"):
+        latest.end_iteration(8)
+    found = latest.report()
+    assert found is not None and (found.ranks[0].work_seconds, found.iterations, found.changes) == (2.0, 1, 1)
 
 
 def migrating(share: float) -> BalancePlan:
