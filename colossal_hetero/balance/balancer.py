@@ -28,7 +28,7 @@ from .host_messages import VOTE_TIMEOUT, Groups
 from .latest import ChangeTeller, LatestIterations
 from .modes import LayerKind, decide, relieved_for, stays_resharded, wants_resharding
 from .plan import BalancePlan, Costs, Traffic
-from .pretest import CostMeasurement, Form, ProductShape, prepare_costs
+from .pretest import CostMeasurement, Form, prepare_costs
 from .report import BalanceReport, IterationRecord, LocalRecord, bound_in_words, merge_records
 from .resharding import Resharding
 
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 MAX_RECORDS = 100_000
 """Number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 ALWAYS_MEASURED = 16
-"""Number of first iterations that are measured in mode "off"; of the later ones, those in detail are."""
-DETAILED_EVERY = 8
-"""One of this many iterations is measured in detail; later in a run, one of this many that are measured."""
+"""Number of first iterations that are measured in mode "off"."""
+MEASURED_EVERY = 8
+"""In mode "off" one of so many later iterations is measured, or as few as the clock wants."""
 SETTLED_AFTER = 10
 """Number of iterations with a plan from which its cost of communication is learned."""
 MAX_STARVED = 1 / 3
@@ -198,18 +198,13 @@ class Balancer:
 
     def _wants_times(self) -> bool:
         """True if the iteration that begins is measured; the same on all ranks of the group."""
-        if self._is_detailed:
-            return True
-        if not self.active:
-            return self._iteration < ALWAYS_MEASURED or self._reports
-        # Marks would slow down a host that is late already.
-        attentive = self._speed.is_attentive and not self._is_starved
-        return attentive or self._iteration % self._clock.sample_every == 0
-
-    @property
-    def _is_detailed(self) -> bool:
-        every = DETAILED_EVERY * self._clock.sample_every
-        return self._iteration % (DETAILED_EVERY if self._iteration < every else every) == 0
+        if self.active:
+            # Marks would slow down a host that is late already.
+            always, every = self._speed.is_attentive and not self._is_starved, self._clock.sample_every
+        else:
+            always = self._iteration < ALWAYS_MEASURED or self._reports
+            every = max(MEASURED_EVERY, self._clock.sample_every)
+        return always or self._iteration % every == 0
 
     def _measure(self, is_measured: bool) -> None:
         """Let layers mark the clock in this iteration, or not, because a mark costs the host some time."""
@@ -218,7 +213,6 @@ class Balancer:
             for layer in self._layers.values():
                 layer.clock = self._clock if is_measured else None
         if is_measured:
-            self._clock.detailed = self._is_detailed
             self._clock.start()
 
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
@@ -333,10 +327,8 @@ class Balancer:
         shares: Shares
         iteration, shares = times.tag
         self._newest = iteration
-        # The operations between a block's products move with its units.
-        movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
         rank = self._ranks.index(dist.get_rank())
-        equal = self._speed.at_full_share(rank, times.work_seconds, movable, shares.loads)
+        equal = self._speed.at_full_share(rank, times.work_seconds, times.matmul_seconds, shares.loads)
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
         record = LocalRecord(
             iteration=iteration,
@@ -350,7 +342,6 @@ class Balancer:
             resharded=shares.resharded,
             received=shares.received,
             note=self.plan.note,
-            block_seconds=times.block_seconds,
             own_score=self._best_seconds / equal.work_seconds,
         )
         self._records.append(record)
@@ -369,7 +360,9 @@ class Balancer:
             plan = BalancePlan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
             return self._applier.traffic(plan, dtype.itemsize, max(1, self._passes))
 
-        shapes = [ProductShape(*layer.matrix.shape) for layer in self._layers.values() if layer.kind is not None]
+        shapes = [
+            (layer.matrix.shape[0], layer.matrix.shape[1]) for layer in self._layers.values() if layer.kind is not None
+        ]
         rows = first.rows // max(1, first.passes)
         form: Form = "block" if self.config.moves_blocks else "column"
         measurement = CostMeasurement(self._groups.migration, shapes, rows, dtype, device, traffic, form)
@@ -394,10 +387,8 @@ class Balancer:
         self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
         if plan != self.plan:
             self._change_plan(plan, self._stays_resharded(plan))
-            return
-        self.plan = plan
-        if self._records:
-            self._records[-1] = replace(self._records[-1], exchanged=True)
+        else:
+            self.plan = plan  # with its note
 
     @property
     def has_resharded(self) -> bool:
@@ -412,7 +403,7 @@ class Balancer:
             self._changes.changed(self._iteration, self.plan, times)
         self._migration_seconds = []
         if self._records:
-            self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
+            self._records[-1] = replace(self._records[-1], plan_changed=True)
 
     def _stays_resharded(self, plan: BalancePlan) -> bool:
         return self.has_resharded and stays_resharded(self.plan, plan)
@@ -489,7 +480,7 @@ class Balancer:
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks. Collective over all
         ranks; call it at the end of an epoch or of the run. In mode "off" only the first :data:`ALWAYS_MEASURED`
-        iterations and one of :data:`DETAILED_EVERY` are measured and have a record."""
+        iterations and one of :data:`MEASURED_EVERY` are measured and have a record."""
         # A GPU's clock has times late, which differs between ranks; what some rank lacks is returned by the next call.
         newest = torch.tensor(self._newest)
         dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._groups.world)

@@ -26,7 +26,7 @@ from colossal_hetero.balance.report import (
 
 
 def local(iteration: int = 0, work: float = 1.0, matmul: float = 0.5, **others: Any) -> LocalRecord:
-    usual = dict(communication_seconds=0.1, resized=0.0, exchanged=False, plan_changed=False)
+    usual = dict(communication_seconds=0.1, resized=0.0, plan_changed=False)
     usual |= dict(equal_work_seconds=work, equal_matmul_seconds=matmul)
     return LocalRecord(iteration=iteration, work_seconds=work, matmul_seconds=matmul, **(usual | others))
 
@@ -65,12 +65,12 @@ def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
 
 
 def test_what_any_group_did_or_noted_is_kept() -> None:
-    flags = [(False, False, ""), (True, False, ""), (True, True, "too slow"), (False, False, "")]
-    per_rank = [[local(exchanged=e, plan_changed=c, note=n)] for e, c, n in flags]
-    (record,) = merge_records(per_rank, [[0, 3], [1, 2]])
-    assert (record.exchanged, record.plan_changed, record.note) == (True, True, "too slow")
-    (record,) = merge_records([per_rank[0], per_rank[3]], [[0, 1]])
-    assert (record.exchanged, record.plan_changed, record.note) == (False, False, "")
+    flags = [(False, ""), (True, "too slow"), (False, "")]
+    per_rank = [[local(plan_changed=changed, note=note)] for changed, note in flags]
+    (record,) = merge_records(per_rank, [[0, 2], [1]])
+    assert (record.plan_changed, record.note) == (True, "too slow")
+    (record,) = merge_records([per_rank[0], per_rank[2]], [[0, 1]])
+    assert (record.plan_changed, record.note) == (False, "")
 
 
 seconds = st.floats(0.01, 100)
