@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ def fastest_counts(kind: KindProblem) -> tuple[int, ...]:
     for deadline in deadlines:
         if deadline >= best_seconds:
             break
-        capacity = [_last_within(of_rank, deadline) + least for of_rank in times]
+        capacity = [bisect_right(of_rank, deadline) - 1 + least for of_rank in times]
         if sum(capacity) < 0:
             continue
         given = -sum(min(0, grains) for grains in capacity)
@@ -136,18 +137,6 @@ def fastest_counts(kind: KindProblem) -> tuple[int, ...]:
         if kind.seconds_per_unit == 0.0:
             break
     return best
-
-
-def _last_within(times: Sequence[float], deadline: float) -> int:
-    """The index of the last of the ascending ``times`` that is not after the deadline."""
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if times[middle] <= deadline:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _hand_out(given: int, grains: list[int], capacity: Sequence[int], kind: KindProblem) -> None:
