@@ -67,9 +67,11 @@ test-thorough: install
 
 # A second environment without Colossal-AI's pins, and the tests that are the same there.
 NEWEST := .venv-newest
-NEWEST_TESTS := tests/unit tests/parallel/layers tests/parallel/cpu tests/parallel/checkpoint \
-	tests/parallel/plugin/hybrid/test_transformers_policy.py
-# These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import.
+NEWEST_TESTS := tests/unit $(addprefix tests/parallel/,layers cpu checkpoint profiling $(addsuffix .py,\
+	$(addprefix balance/test_,checkpoints model_copies pretest reports resharding seen_blocks) \
+	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run transformers_policy) plugin/zero/test_optimizer_checkpoints))
+# These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import. In
+# balance/test_host_cost, the rows of the vocabulary migrate, which they do not with version 5.
 NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_compiled layers/test_language_head \
 	layers/test_partial_gradients layers/test_refusals layers/test_sequence_parallelism layers/test_unit_dropout)
 

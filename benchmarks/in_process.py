@@ -22,7 +22,7 @@ class InProcessShard(HeteroLinear):
     def __init__(self, owner: InProcessLinear, rank: int) -> None:
         self._owner = owner
         self._rank = rank
-        self._column_parallel = owner.split == "column"
+        self.column_parallel = owner.split == "column"
         self._previous = {}
 
     @property

@@ -271,6 +271,7 @@ def advice(findings: Sequence[Finding], wall: float) -> list[str]:
 
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("all_gather_single", "reduce_scatter_single"),  # torch 2.14's names of two of them
     *("barrier", "batch_isend_irecv", "broadcast", "_broadcast_coalesced", "gather", "recv", "reduce"),
     *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "scatter", "send"),
 )

@@ -6,7 +6,7 @@ sudo python -m benchmarks.tensor_parallel.resharding --quota 0.25
 Rank 1 of 2 computes its products ``slowdown`` times, or with ``--quota`` all of its process runs under a CPU quota
 (Linux cgroups, version 1 or 2). A first model, in mode ``auto``, decides how many units to move while it settles. Three
 others follow its plan: two that migrate in each iteration, of which one is the control, and one that gives the units
-away for good. A last one gives them away for good and decides by itself; it may move more. Models take turns in the
+away for good. A last one gives them away for good and decides by itself. Models take turns in the
 same two processes. A ratio is the median over rounds of a variant's time in the round divided by that of migrating.
 """
 

@@ -17,7 +17,6 @@ from .config import BalanceConfig
 from .divide import (
     BlockShape,
     Division,
-    LayerShape,
     block_ports,
     busiest_port,
     column_traffic,
@@ -119,19 +118,12 @@ class Applier:
             kinds.append(LayerKind(units, 1 if units is None else effective_grain(units), weight))
         return kinds
 
-    def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
-        """:attr:`kinds`, with ``moves`` false if blocks cannot migrate now, and ``sends`` if they move for good."""
+    def present_kinds(self) -> list[LayerKind]:
+        """:attr:`kinds`, with ``moves`` false if blocks cannot migrate now."""
         of_blocks = list(zip(self._blocks, self._kind_of[len(self._layers) :], strict=True))
         fixed = {number for block, number in of_blocks if not block.moves}
         fixed |= {number for _, number in of_blocks} - {number for block, number in of_blocks if not block.stays}
-        once: set[int | None] = set()
-        if for_good and self._resharding is not None:
-            possible = self._resharding.possible
-            numbers = [number for _, number in of_blocks]
-            once = set(numbers) - {kind for block, kind in enumerate(numbers) if block not in possible}
-        return [
-            replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
-        ]
+        return [replace(kind, moves=number not in fixed) for number, kind in enumerate(self.kinds)]
 
     @property
     def units(self) -> UnitExchange:
@@ -176,18 +168,14 @@ class Applier:
         total = Traffic()
         divisions = self._divide(plan)
         for layer, division in zip(self._layers, divisions, strict=False):
-            outputs, columns = layer.matrix.shape
+            rows = layer.rows // max(1, layer.passes)
             total += column_traffic(
-                LayerShape(outputs, columns, layer.is_column_parallel),
-                division.moves,
-                layer.rows // max(1, layer.passes),
-                layer.passes,
-                self._transport.size,
-                self._column_method,
-                bytes_per_element,
+                *(division.moves, layer.matrix.shape[0], rows, layer.passes, self._transport.size, bytes_per_element),
+                column_parallel=layer.column_parallel,
+                method=self._column_method,
             )
         moves = [division.moves for division in divisions[len(self._layers) :]]
-        shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
+        shapes = [BlockShape(block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
         return total + Traffic(point_to_point=busiest_port(ports)) * passes

@@ -13,7 +13,7 @@ from colossalai.interface import ModelWrapper
 from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
 from torch import nn
 
-from ..colossalai_support.user_hooks import is_from
+from ..colossalai_support.corrections import is_from
 from ..common.ranks import of_every_rank
 from ..layers.block import HOOKS, Block, attach_blocks
 from ..layers.dropout import draw_residual_dropout_equally

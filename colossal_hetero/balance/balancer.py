@@ -28,7 +28,7 @@ from .host_messages import VOTE_TIMEOUT, Groups
 from .latest import ChangeTeller, LatestIterations
 from .modes import LayerKind, decide, relieved_for, stays_resharded, wants_resharding
 from .plan import BalancePlan, Costs, Traffic
-from .pretest import CostMeasurement, Form, ProductShape, prepare_costs
+from .pretest import CostMeasurement, Form, prepare_costs
 from .report import BalanceReport, IterationRecord, LocalRecord, bound_in_words, merge_records
 from .resharding import Resharding
 
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 MAX_RECORDS = 100_000
 """Number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 ALWAYS_MEASURED = 16
-"""Number of first iterations that are measured in mode "off"; of the later ones, those in detail are."""
-DETAILED_EVERY = 8
-"""One of this many iterations is measured in detail; later in a run, one of this many that are measured."""
+"""Number of first iterations that are measured in mode "off"."""
+MEASURED_EVERY = 8
+"""In mode "off" one of so many later iterations is measured, or as few as the clock wants."""
 SETTLED_AFTER = 10
 """Number of iterations with a plan from which its cost of communication is learned."""
 MAX_STARVED = 1 / 3
@@ -70,16 +70,14 @@ class Balancer:
         self._clock = clock
         self._groups = groups
         self._exchange = groups.exchange
-        self._transport, self._applier, self._resharding = transport, applier, resharding
-        self._plan = BalancePlan.idle(self._exchange.size)
+        self.traffic, self._applier, self._resharding = transport, applier, resharding
+        self.plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
         self._knows_costs = config.mode not in ("semi", "auto")
         if self.active and config.mode != "resize":
             # At boost: NCCL has memory of its own, which torch's cache takes away later.
-            self._transport.connect(next(iter(layers.values())).matrix.device)
+            self.traffic.connect(next(iter(layers.values())).matrix.device)
         self._relieved_for = (0,) * self._exchange.size
-        self._follows = False
-        """True if :meth:`follow` has given the plan."""
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
@@ -108,14 +106,6 @@ class Balancer:
         self._changes = ChangeTeller(ranks, log.info) if dist.get_rank() == ranks[0] else None
 
     @property
-    def plan(self) -> BalancePlan:
-        return self._plan
-
-    @property
-    def traffic(self) -> Transport:
-        return self._transport
-
-    @property
     def shares(self) -> Shares:
         return self._applier.shares
 
@@ -142,9 +132,8 @@ class Balancer:
     def follow(self, plan: BalancePlan) -> None:
         """Apply ``plan`` from the next iteration on, until another one is decided. Collective over the group."""
         self._exchange.check_same(plan.digest)
-        self._follows = True
         self._agree_on_seen()
-        self._plan = self._adopt(plan, self._stays_resharded(plan))
+        self.plan = self._adopt(plan, self._stays_resharded(plan))
 
     def begin(self, asks_for_heads: bool = False, number: int = 1) -> None:
         """Begin a training forward pass; the first one since :meth:`tick` begins an iteration. ``number`` is that of
@@ -167,7 +156,7 @@ class Balancer:
 
     @property
     def _is_idle(self) -> bool:
-        return not any((*self._plan.resize, *self._plan.migrate))
+        return not any((*self.plan.resize, *self.plan.migrate))
 
     def _keep_seen(self, asks_for_heads: bool) -> None:
         """Let all ranks compute their own units of blocks that somebody sees inside in this pass, if a plan applies."""
@@ -195,7 +184,7 @@ class Balancer:
                 *(sum(seen), len(seen)),
             )
         if not self._is_idle:
-            self._plan = self._adopt(self._plan, self._applier.for_good)
+            self.plan = self._adopt(self.plan, self._applier.for_good)
 
     def _agree_on_seen(self) -> None:
         """Let all ranks know which blocks somebody sees inside. Collective over the group."""
@@ -209,18 +198,13 @@ class Balancer:
 
     def _wants_times(self) -> bool:
         """True if the iteration that begins is measured; the same on all ranks of the group."""
-        if self._is_detailed:
-            return True
-        if not self.active:
-            return self._iteration < ALWAYS_MEASURED or self._reports
-        # Marks would slow down a host that is late already.
-        attentive = self._speed.is_attentive and not self._is_starved
-        return attentive or self._iteration % self._clock.sample_every == 0
-
-    @property
-    def _is_detailed(self) -> bool:
-        every = DETAILED_EVERY * self._clock.sample_every
-        return self._iteration % (DETAILED_EVERY if self._iteration < every else every) == 0
+        if self.active:
+            # Marks would slow down a host that is late already.
+            always, every = self._speed.is_attentive and not self._is_starved, self._clock.sample_every
+        else:
+            always = self._iteration < ALWAYS_MEASURED or self._reports
+            every = max(MEASURED_EVERY, self._clock.sample_every)
+        return always or self._iteration % every == 0
 
     def _measure(self, is_measured: bool) -> None:
         """Let layers mark the clock in this iteration, or not, because a mark costs the host some time."""
@@ -229,7 +213,6 @@ class Balancer:
             for layer in self._layers.values():
                 layer.clock = self._clock if is_measured else None
         if is_measured:
-            self._clock.detailed = self._is_detailed
             self._clock.start()
 
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
@@ -277,7 +260,7 @@ class Balancer:
             if self.active:
                 self._unsent.append(_numbers(times, len(self._applier.kinds)))
         if self.active:
-            self._relieved_for = relieved_for(self._relieved_for, self._plan)
+            self._relieved_for = relieved_for(self._relieved_for, self.plan)
             # Not any(…), which would stop at the first iteration after which to decide.
             times_of_ranks = self._exchange.take()
             if sum([self._compare(rows) for rows in times_of_ranks]):
@@ -285,7 +268,7 @@ class Balancer:
             self._reshard_if_due()
             nothing = (-1, [0.0] * (2 + 3 * len(self._applier.kinds)))
             iteration, numbers = self._unsent.popleft() if self._unsent else nothing
-            self._exchange.post(iteration, numbers, self._plan.digest)
+            self._exchange.post(iteration, numbers, self.plan.digest)
             self._applier.end_iteration()
         self._iteration += 1
         if self._latest.end_iteration(self._iteration):
@@ -307,7 +290,7 @@ class Balancer:
         """What ranks did lately, and what an iteration would have taken otherwise; None before the first iterations are
         known. Not collective: ranks exchange their numbers after 4, 8, … iterations, then after every interval."""
         found = self._latest.report()
-        return found and replace(found, notes=(self._plan.note,) if self._plan.note else (), mode=self.config.mode)
+        return found and replace(found, notes=(self.plan.note,) if self.plan.note else (), mode=self.config.mode)
 
     @property
     def iterations(self) -> int:
@@ -344,10 +327,8 @@ class Balancer:
         shares: Shares
         iteration, shares = times.tag
         self._newest = iteration
-        # The operations between a block's products move with its units.
-        movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
         rank = self._ranks.index(dist.get_rank())
-        equal = self._speed.at_full_share(rank, times.work_seconds, movable, shares.loads)
+        equal = self._speed.at_full_share(rank, times.work_seconds, times.matmul_seconds, shares.loads)
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
         record = LocalRecord(
             iteration=iteration,
@@ -357,13 +338,10 @@ class Balancer:
             equal_work_seconds=equal.work_seconds,
             equal_matmul_seconds=equal.matmul_seconds,
             resized=shares.resized,
-            exchanged=False,
-            plan_changed=False,
             migrated=shares.migrated,
             resharded=shares.resharded,
             received=shares.received,
-            note=self._plan.note,
-            block_seconds=times.block_seconds,
+            note=self.plan.note,
             own_score=self._best_seconds / equal.work_seconds,
         )
         self._records.append(record)
@@ -382,7 +360,9 @@ class Balancer:
             plan = BalancePlan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
             return self._applier.traffic(plan, dtype.itemsize, max(1, self._passes))
 
-        shapes = [ProductShape(*layer.matrix.shape) for layer in self._layers.values() if layer.kind is not None]
+        shapes = [
+            (layer.matrix.shape[0], layer.matrix.shape[1]) for layer in self._layers.values() if layer.kind is not None
+        ]
         rows = first.rows // max(1, first.passes)
         form: Form = "block" if self.config.moves_blocks else "column"
         measurement = CostMeasurement(self._groups.migration, shapes, rows, dtype, device, traffic, form)
@@ -391,27 +371,24 @@ class Balancer:
     def _replan(self) -> None:
         self._agree_on_seen()
         is_settled = len(self._migration_seconds) >= SETTLED_AFTER
-        if sum(self._plan.migrate) > 0 and is_settled and not self.has_resharded:
+        if sum(self.plan.migrate) > 0 and is_settled and not self.has_resharded:
             self._costs = self._costs.corrected(
-                self._costs.phi1(fsum(self._plan.migrate)), median(self._migration_seconds)
+                self._costs.phi1(fsum(self.plan.migrate)), median(self._migration_seconds)
             )
         plan = self._decide(self._speed.uncertainty)
-        if plan != self._plan and not self._knows_costs:
+        if plan != self.plan and not self._knows_costs:
             # What would not pay without costs does not pay with them, so they are measured only now.
             self._knows_costs = True
             self._costs = self._measure_costs()
             self._speed.receive_factor = self._costs.receive_factor
             plan = self._decide(self._speed.uncertainty)
         # Ranks that followed different plans would not agree on whether there is a change.
-        self._exchange.check_same(self._plan.digest, plan.digest)
+        self._exchange.check_same(self.plan.digest, plan.digest)
         self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
-        if plan != self._plan:
-            self._follows = False
+        if plan != self.plan:
             self._change_plan(plan, self._stays_resharded(plan))
-            return
-        self._plan = plan
-        if self._records:
-            self._records[-1] = replace(self._records[-1], exchanged=True)
+        else:
+            self.plan = plan  # with its note
 
     @property
     def has_resharded(self) -> bool:
@@ -419,31 +396,29 @@ class Balancer:
 
     def _change_plan(self, plan: BalancePlan, for_good: bool) -> None:
         """Follow ``plan``, which differs from the present one or in whether it is applied for good."""
-        self._plan = self._adopt(plan, for_good)
+        self.plan = self._adopt(plan, for_good)
         self._latest.plan_changed(self._iteration)
         if self._changes is not None:
             times = self._speed.equal_work() if self._speed.is_known else None
-            self._changes.changed(self._iteration, self._plan, times)
+            self._changes.changed(self._iteration, self.plan, times)
         self._migration_seconds = []
         if self._records:
-            self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
+            self._records[-1] = replace(self._records[-1], plan_changed=True)
 
     def _stays_resharded(self, plan: BalancePlan) -> bool:
-        return self.has_resharded and stays_resharded(self._plan, plan)
+        return self.has_resharded and stays_resharded(self.plan, plan)
 
     def _reshard_if_due(self) -> None:
         """Re-shard the units that migrate permanently if their owners have been slow for long. Collective."""
         sharding = self._resharding
-        if sharding is None or self._applier.for_good or self._plan == self._not_for_good:
+        if sharding is None or self._applier.for_good or self.plan == self._not_for_good:
             return
-        if not wants_resharding(self._plan, self._relieved_for, self.config.reshard_after):
+        if not wants_resharding(self.plan, self._relieved_for, self.config.reshard_after):
             return
         obstacle = sharding.obstacle
         if obstacle is None:
-            # Without messages in each iteration it may pay to move more units.
-            plan = self._plan if self._follows else self._decide(self._speed.uncertainty, for_good=True)
-            self._exchange.check_same(self._plan.digest, plan.digest)
-            self._change_plan(plan, for_good=True)
+            self._exchange.check_same(self.plan.digest)
+            self._change_plan(self.plan, for_good=True)
             obstacle = sharding.obstacle
         if sharding.is_active:
             if dist.get_rank() == 0:
@@ -452,7 +427,7 @@ class Balancer:
                     "your own no longer fit; BalanceConfig(reshard_after=None) keeps all shapes"
                 )
             return
-        self._not_for_good = self._plan
+        self._not_for_good = self.plan
         obstacle = obstacle or "somebody sees inside of all blocks that could move, or no rank would gain"
         if not self._has_told_obstacle and dist.get_rank() == 0:
             log.info("units migrate in each iteration and are not permanently re-sharded: %s", obstacle)
@@ -475,12 +450,12 @@ class Balancer:
         that reads or writes shards. Collective over the group, at its beginning and end."""
         return nullcontext() if self._resharding is None else self._resharding.ordinary_shards()
 
-    def _decide(self, uncertainty: float, for_good: bool = False) -> BalancePlan:
+    def _decide(self, uncertainty: float) -> BalancePlan:
         """The plan for the present speeds, within the known memory of receivers; another one only if it saves a larger
-        share of the time than ``uncertainty``. Units that are permanently re-sharded are sent at no cost."""
-        units = self._speed.unit_work(self._applier.present_kinds(for_good or self.has_resharded))
+        share of the time than ``uncertainty``."""
+        units = self._speed.unit_work(self._applier.present_kinds())
         times = self._speed.equal_work()
-        return decide(times, self._costs, self.config, self._plan, uncertainty, units, self._max_received)
+        return decide(times, self._costs, self.config, self.plan, uncertainty, units, self._max_received)
 
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
@@ -505,7 +480,7 @@ class Balancer:
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks. Collective over all
         ranks; call it at the end of an epoch or of the run. In mode "off" only the first :data:`ALWAYS_MEASURED`
-        iterations and one of :data:`DETAILED_EVERY` are measured and have a record."""
+        iterations and one of :data:`MEASURED_EVERY` are measured and have a record."""
         # A GPU's clock has times late, which differs between ranks; what some rank lacks is returned by the next call.
         newest = torch.tensor(self._newest)
         dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._groups.world)

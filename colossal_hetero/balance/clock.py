@@ -1,17 +1,16 @@
 """Clocks of what a rank's time in an iteration is spent on: products, the rest of blocks, collectives, or other work.
 
 A mark ends a part of the iteration. A CUDA clock records events, and reads them when the device has passed them, so
-that the host never waits. An event takes the host some microseconds, so there are none for inner parts, except in
-iterations that are measured in detail. Layers that are balanced give their kind with each mark. The time of a kind is
-its own work between two collectives of such layers. Balancing cannot change the time between other marks (loading data,
-the embedding, the loss, the optimizer step), and in other collectives a rank may wait.
+that the host never waits. An event takes the host some microseconds, so there are none for inner parts. Layers that are
+balanced give their kind with each mark. The time of a kind is its own work between two collectives of such layers.
+Balancing cannot change the time between other marks (loading data, the embedding, the loss, the optimizer step), and in
+other collectives a rank may wait.
 
 [Note: overlapped products] On a GPU, dW of a column-parallel layer runs beside the all-reduce of dX, whose kernels take
 16 to 32 of 132 multiprocessors, all the time on a rank that waits for others: fast ranks would look slower than they
-are. A CUDA clock therefore assumes for dW the time of dX, which has as many operations, also in reports without an
-event between dW and the rest of the collective. On a CPU dW counts as measured, because the collective takes little
-time of the rank's core. Without an event in front of a block's second dX, an activation function there is taken for a
-part of it (1 or 2 % of an MLP, on all ranks).
+are. A CUDA clock therefore assumes for dW the time of dX, which has as many operations. On a CPU dW counts as measured,
+because the collective takes little time of the rank's core. Without an event in front of a block's second dX, an
+activation function there is taken for a part of it (1 or 2 % of an MLP, on all ranks).
 """
 
 from __future__ import annotations
@@ -40,11 +39,10 @@ class KindTimes(NamedTuple):
 @dataclass(frozen=True)
 class IterationTimes:
     matmul_seconds: float
+    """Time in products, and between those of a block (activation functions, attention), which moves with its units."""
     communication_seconds: float
     other_seconds: float
     tag: Any = None
-    block_seconds: float = 0.0
-    """Time between the products of a block (activation functions, attention), which moves with whole units."""
     migration_seconds: float = 0.0
     """The part of ``communication_seconds`` in which this rank waited for migrated work."""
     kinds: Mapping[int, KindTimes] = field(default_factory=dict)
@@ -54,7 +52,7 @@ class IterationTimes:
     @property
     def work_seconds(self) -> float:
         """T: all time except communication."""
-        return self.matmul_seconds + self.block_seconds + self.other_seconds
+        return self.matmul_seconds + self.other_seconds
 
 
 class CpuClock:
@@ -64,8 +62,6 @@ class CpuClock:
     """Measuring one of so many iterations is enough while nothing changes; measuring costs time."""
 
     def __init__(self) -> None:
-        self.detailed = False
-        """True if inner parts are to be measured in the next iteration; here they always are."""
         self._finished: list[IterationTimes] = []
         self.start()
 
@@ -106,7 +102,6 @@ class _Stopped:
     marks: list[_Mark]
     """The first one is the start."""
     tag: Any
-    detailed: bool
     sums: _Sums
     starved: float
     events_read: int = 0
@@ -121,28 +116,24 @@ class CudaClock:
     tensor-parallel degree 8, averaged far below a percent."""
 
     def __init__(self, host_waits: bool = False) -> None:
-        self.detailed = False
         self._host_waits = host_waits
         self._stream: Any = None
         self._pool: list[torch.cuda.Event] = []
         self._marks: list[_Mark] = []
         self._inner: tuple[Part, int | None] | None = None
         self._starved = 0
-        self._detailed = False
-        self._block_share: float | None = None
-        """Share of a block's time outside of its products when the two were last told apart."""
         self._stopped: deque[_Stopped] = deque()
 
     def start(self) -> None:
         self._pool.extend(event for _, _, event in self._marks)
         self._stream = torch.cuda.current_stream()
-        self._inner, self._detailed, self._starved = None, self.detailed, 0
+        self._inner, self._starved = None, 0
         self._marks = [("other", None, self._record())]
 
     def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
         if not self._marks:
             return
-        if inner and not self._detailed:
+        if inner:
             self._inner = self._inner or (part, kind)
             return
         known: Part | Literal["beside"] = part
@@ -161,7 +152,7 @@ class CudaClock:
         self.mark("other")
         if self._marks:
             starved = self._starved / max(1, (len(self._marks) - 1) // STARVED_EVERY)
-            self._stopped.append(_Stopped(self._marks, tag, self._detailed, _Sums(measures_overlapped=False), starved))
+            self._stopped.append(_Stopped(self._marks, tag, _Sums(measures_overlapped=False), starved))
         self._marks = []
 
     def read(self) -> list[IterationTimes]:
@@ -174,8 +165,7 @@ class CudaClock:
                 break
             self._stopped.popleft()
             self._pool.extend(event for _, _, event in first.marks)
-            times = self._with_blocks(first.sums.times(first.tag), first.detailed)
-            finished.append(replace(times, starved=first.starved))
+            finished.append(replace(first.sums.times(first.tag), starved=first.starved))
         return finished
 
     def _read(self, stopped: _Stopped, events: int) -> None:
@@ -183,16 +173,6 @@ class CudaClock:
         for (_, _, begin), (part, kind, end) in pairwise(stopped.marks[stopped.events_read : last + 1]):
             stopped.sums.add(begin.elapsed_time(end) * 1e-3, part, kind)
         stopped.events_read = last
-
-    def _with_blocks(self, times: IterationTimes, detailed: bool) -> IterationTimes:
-        """The times with a block's operations told apart from its products as in the last iteration with details."""
-        both = times.matmul_seconds + times.block_seconds
-        if detailed and both > 0:
-            self._block_share = times.block_seconds / both
-        if detailed or self._block_share is None:
-            return times
-        block = self._block_share * both
-        return replace(times, matmul_seconds=both - block, block_seconds=block)
 
     def _record(self) -> torch.cuda.Event:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
@@ -243,11 +223,10 @@ class _Sums:
 
     def times(self, tag: Any) -> IterationTimes:
         return IterationTimes(
-            matmul_seconds=self._parts["matmul"] + self._parts["overlapped"],
+            matmul_seconds=self._parts["matmul"] + self._parts["overlapped"] + self._parts["block"],
             communication_seconds=self._parts["communication"] + self._parts["migration"],
             other_seconds=self._parts["other"],
             tag=tag,
-            block_seconds=self._parts["block"],
             migration_seconds=self._parts["migration"],
             kinds={kind: KindTimes(self._movable[kind], self._fixed.get(kind, 0.0)) for kind in sorted(self._movable)},
         )

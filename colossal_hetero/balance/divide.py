@@ -154,38 +154,36 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """A layer on one rank: ``N`` outputs, ``L`` contraction columns."""
-
-    outputs: int
-    columns: int
-    column_parallel: bool
-
-
-@dataclass(frozen=True)
 class BlockShape:
-    units: int
     elements_per_unit: int
     """The number of weights and biases of one unit in all layers."""
     layers: int
 
 
 def column_traffic(
-    layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, method: str, bytes_per_element: int
+    moves: Sequence[Move],
+    outputs: int,
+    rows: int,
+    passes: int,
+    ranks: int,
+    bytes_per_element: int,
+    *,
+    column_parallel: bool,
+    method: str,
 ) -> Traffic:
-    """One layer's traffic in an iteration of ``passes`` micro-batches of ``rows`` rows each, over the whole group."""
+    """The whole group's traffic for a layer in an iteration of ``passes`` micro-batches of ``rows`` rows each."""
 
     def sent(messages: int, elements: int) -> Volume:
         return Volume(messages * passes, elements * passes * bytes_per_element)
 
     broadcast, reduce, direct = Volume(), Volume(), Volume()
-    n, others = layer.outputs, ranks - 1
+    n, others = outputs, ranks - 1
     for sender in sorted({move.sender for move in moves}):
         parts = [move.units for move in moves if move.sender == sender]
         c, q = sum(parts), len(parts)
         if method == "broadcast-reduce":
             broadcast += sent(others, others * n * c)
-            if layer.column_parallel:
+            if column_parallel:
                 reduce += sent(others, others * rows * n)
                 broadcast += sent(others, others * rows * n)
             else:
@@ -194,7 +192,7 @@ def column_traffic(
             direct += sent(q, n * c)
         else:
             direct += sent(2 * q, 2 * n * c) + sent(q, rows * c)
-            if layer.column_parallel:
+            if column_parallel:
                 direct += sent(2 * q, 2 * q * rows * n)
             else:
                 direct += sent(q, rows * c) + sent(q, q * rows * n)

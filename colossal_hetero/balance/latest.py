@@ -74,7 +74,8 @@ class LatestIterations:
         if len(self._rows) < self._group.size():
             return None
         rows = [self._rows[rank] for rank in range(self._group.size())]
-        records = merge_records([[_record(values)] for _, _, *values in rows], self._tensor_parallel)
+        medians: list[dict[str, Any]] = [dict(zip(NAMES, values, strict=True)) for _, _, *values in rows]
+        records = merge_records([[LocalRecord(iteration=0, **each)] for each in medians], self._tensor_parallel)
         found = (
             replace(each, iterations=int(min(rows[rank][0] for rank in group)), changes=int(rows[group[0]][1]))
             for group in self._tensor_parallel
@@ -91,11 +92,6 @@ class LatestIterations:
         self._rows |= {rank: row for rank, row in enumerate(table.tolist()) if row[0] or rank not in self._rows}
         self._rows = {rank: row for rank, row in self._rows.items() if row[0]}
         self._has_news = True
-
-
-def _record(values: Sequence[float]) -> LocalRecord:
-    numbers: dict[str, Any] = dict(zip(NAMES, values, strict=True))
-    return LocalRecord(iteration=0, exchanged=False, plan_changed=False, **numbers)
 
 
 # Changes of plans ----------------------------------------------------------------------------------------------------

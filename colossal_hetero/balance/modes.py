@@ -12,7 +12,7 @@ import numpy as np
 from .config import BalanceConfig
 from .optimum import optimal_plan, semi_plan
 from .plan import BalancePlan, Costs, Counts, RankTimes, predicted_seconds
-from .ratios import Line, UnitKind, fastest_counts, moved_units, resize_ratios, slowest_seconds
+from .ratios import KindProblem, Line, fastest_counts, resize_ratios
 
 # Division ------------------------------------------------------------------------------------------------------------
 
@@ -20,25 +20,10 @@ MIN_GAIN = 0.005
 """Minimum gain for which a division is changed, as a share of the time of the blocks."""
 
 
-@dataclass(frozen=True)
-class KindProblem:
-    """Blocks of one kind, with each rank's speed and the cost of sending."""
-
-    kind: UnitKind
-    lines: Sequence[Line]
-    """Work by rank, in seconds of an iteration."""
-    seconds_per_unit: float = 0.0
-    """Seconds that each moved unit adds to an iteration (Φ1)."""
-
-    def seconds(self, counts: Sequence[int]) -> float:
-        sending = self.seconds_per_unit * moved_units(self.kind, counts)
-        return slowest_seconds(self.lines, counts) + sending
-
-
 def iteration_seconds(problems: Sequence[KindProblem], counts: Counts, fixed_seconds: float = 0.0) -> float:
     """Seconds of all blocks in an iteration: a sum over blocks of the time of the slowest rank, because ranks wait for
     each other at the end of each block. ``fixed_seconds`` is what moving anything at all adds."""
-    moves = any(moved_units(problem.kind, of_kind) for problem, of_kind in zip(problems, counts, strict=True))
+    moves = any(problem.moved(of_kind) for problem, of_kind in zip(problems, counts, strict=True))
     blocks = fsum(problem.seconds(of_kind) for problem, of_kind in zip(problems, counts, strict=True))
     return blocks + (fixed_seconds if moves else 0.0)
 
@@ -48,8 +33,7 @@ def decide_counts(
 ) -> tuple[Counts, str]:
     """The counts from now on, and why. They stay ``current`` unless others save more than ``uncertainty``, a share of
     the blocks' time below which a difference may be chance; moving nothing is preferred to saving less than half."""
-    nothing = tuple((problem.kind.units,) * len(problem.lines) for problem in problems)
-    wanted = tuple(fastest_counts(problem.kind, problem.lines, problem.seconds_per_unit) for problem in problems)
+    nothing, wanted = tuple(problem.nothing for problem in problems), tuple(map(fastest_counts, problems))
     now, best, without = (iteration_seconds(problems, counts, fixed_seconds) for counts in (current, wanted, nothing))
     required = max(uncertainty, MIN_GAIN)
     if without - best <= required / 2 * without:
@@ -79,8 +63,6 @@ class LayerKind:
     weight: float
     """The kind's share of the cost of all products that can be divided."""
     moves: bool = True
-    sends: bool = True
-    """True if moved units are sent in each iteration, not if they are permanently re-sharded."""
 
     @property
     def full(self) -> float:
@@ -148,18 +130,16 @@ def _decide_units(
         most = min(max_received, ranks - 1.0) if kind.moves else 0.0
         problems.append(
             KindProblem(
-                UnitKind(kind.units, kind.grain, int(most * kind.units)),
-                work.lines[number],
-                kind.sends * sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
+                *(kind.units, kind.grain, int(most * kind.units), work.lines[number]),
+                sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
             )
         )
-    now = current.units or tuple((problem.kind.units,) * ranks for problem in problems)
+    nothing = tuple(problem.nothing for problem in problems)
     now = tuple(
-        of_kind if max(of_kind) <= problem.kind.units + problem.kind.max_taken else (problem.kind.units,) * ranks
-        for of_kind, problem in zip(now, problems, strict=True)
+        of_kind if max(of_kind) <= problem.units + problem.max_taken else problem.nothing
+        for of_kind, problem in zip(current.units or nothing, problems, strict=True)
     )
-    fixed = sends * costs.migrate_fixed_seconds if any(kind.sends for _, kind in blocks) else 0.0
-    counts, note = decide_counts(problems, now, uncertainty, fixed)
+    counts, note = decide_counts(problems, now, uncertainty, sends * costs.migrate_fixed_seconds)
     if math.isfinite(max_received):
         note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
     if counts == now:
@@ -167,19 +147,15 @@ def _decide_units(
     weight = math.fsum(kind.weight for _, kind in blocks)
     more = [
         math.fsum(
-            kind.weight / weight * (of_kind[rank] / problem.kind.units - 1.0)
+            kind.weight / weight * (of_kind[rank] / problem.units - 1.0)
             for (_, kind), problem, of_kind in zip(blocks, problems, counts, strict=True)
         )
         for rank in range(ranks)
     ]
-    nothing = (0.0,) * ranks
-    if not any(
-        problem.kind.units != count for problem, of_kind in zip(problems, counts, strict=True) for count in of_kind
-    ):
+    if counts == nothing:
         return BalancePlan.idle(ranks, note)
-    shares = BalancePlan(
-        nothing, tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more), note
-    )
+    given, taken = tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more)
+    shares = BalancePlan((0.0,) * ranks, given, taken, note)
     return replace(_in_steps(shares, 0.0), units=counts)
 
 

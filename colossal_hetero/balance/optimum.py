@@ -3,6 +3,7 @@ In SEMI a straggler migrates or resizes; here it may do both. See [Note: the opt
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -108,22 +109,19 @@ class _Problem:
         """The earliest deadline with ``D ≤ C``."""
         points = np.unique(np.concatenate([self._demand_corners(), self.pruned_work, [self.earliest, self.latest]]))
         points = points[(points >= self.earliest) & (points <= self.latest)]
-        low, high = -1, len(points) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.demand(points[middle]) <= self.capacity(points[middle]):
-                high = middle
-            else:
-                low = middle
-        if low < 0:
+        first = bisect_left(
+            points, True, hi=len(points) - 1, key=lambda point: bool(self.demand(point) <= self.capacity(point))
+        )
+        if first == 0:
             return float(points[0])
         # D and C are linear from one point until just before the next one.
-        start, half = points[low], 0.5 * (points[high] - points[low])
+        start, end = points[first - 1 : first + 1]
+        half = 0.5 * (end - start)
         lack = self.demand(start) - self.capacity(start)
         lack_half = self.demand(start + half) - self.capacity(start + half)
         if lack_half >= lack:
-            return float(points[high])
-        return float(min(start + half * lack / (lack - lack_half), points[high]))
+            return float(end)
+        return float(min(start + half * lack / (lack - lack_half), end))
 
     def _demand_corners(self) -> np.ndarray:
         """Deadlines at which D jumps or changes its slope."""

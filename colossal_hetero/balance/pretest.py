@@ -47,23 +47,8 @@ MESSAGE_SECONDS = 0.1
 Form = Literal["column", "block"]
 
 
-@dataclass(frozen=True)
-class ProductShape:
-    """A rank's product ``Y [M, N] = X [M, L] · W [N, L]ᵀ``, with N ``outputs`` and L ``columns``."""
-
-    outputs: int
-    columns: int
-
-
-@dataclass(frozen=True)
-class FittedLink:
-    """The time of messages of one kind: ``latency + bytes · seconds_per_byte`` each."""
-
-    latency_seconds: float
-    seconds_per_byte: float
-
-    def seconds(self, volume: Volume) -> float:
-        return volume.messages * self.latency_seconds + volume.bytes * self.seconds_per_byte
+Shape = tuple[int, int]
+"""N and L of a rank's product ``Y [M, N] = X [M, L] · W [N, L]ᵀ``."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +56,7 @@ class CostMeasurement:
     """What costs are measured for: the layers of the ranks of ``group``, and what they send."""
 
     group: dist.ProcessGroup
-    shapes: Sequence[ProductShape]
+    shapes: Sequence[Shape]
     rows: int
     dtype: torch.dtype
     device: torch.device
@@ -106,7 +91,7 @@ def measure_costs(measurement: CostMeasurement) -> Costs:
     resize_fixed, resize_per_share, receive_factor = fit_products(everyone[: len(resized)], everyone[len(resized) :])
     links = {kind: fit_link(*_time_messages(send, group, device)) for kind, send in _message_kinds(group).items()}
     traffic = [measurement.traffic(share) for share in MIGRATED_SHARES]
-    communication = [sum(link.seconds(getattr(sent, kind)) for kind, link in links.items()) for sent in traffic]
+    communication = [sum(seconds_of(getattr(sent, kind), *link) for kind, link in links.items()) for sent in traffic]
     fixed_seconds, seconds_per_share = fit_affine(MIGRATED_SHARES, communication)
     costs = Costs(resize_fixed, resize_per_share, fixed_seconds, seconds_per_share, receive_factor)
     # Processors that round differently may get fits that differ in the last bit.
@@ -121,18 +106,22 @@ def fit_products(resized: ArrayLike, received: ArrayLike) -> tuple[float, float,
     return *fit_affine(pruned, np.asarray(resized) - (1.0 - pruned)), float(taken @ received) / float(taken @ taken)
 
 
-def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
-    """Fit a link: the latency from the smallest message, the time per byte from the larger ones."""
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency in seconds, by the smallest message, and seconds per byte, by the larger ones."""
     extra_bytes, extra = np.asarray(sizes[1:]) - sizes[0], np.asarray(seconds[1:]) - seconds[0]
     slope = float(extra_bytes @ extra) / float(extra_bytes @ extra_bytes) if len(extra) else seconds[0] / sizes[0]
     slope = max(slope, 0.0)
-    return FittedLink(max(seconds[0] - slope * sizes[0], 0.0), slope)
+    return max(seconds[0] - slope * sizes[0], 0.0), slope
+
+
+def seconds_of(volume: Volume, latency: float, seconds_per_byte: float) -> float:
+    return volume.messages * latency + volume.bytes * seconds_per_byte
 
 
 def _fit_everywhere(measurement: CostMeasurement) -> bool:
     """True if every rank has memory for the measurement: a rank that failed in it would let the others wait."""
-    largest = max((shape.outputs * shape.columns for shape in measurement.shapes), default=0)
-    widest = max((shape.outputs + shape.columns for shape in measurement.shapes), default=0)
+    largest = max((outputs * columns for outputs, columns in measurement.shapes), default=0)
+    widest = max(map(sum, measurement.shapes), default=0)
     fits = 1.0
     try:
         # Operands, results, and a part of each; and the largest message.
@@ -156,11 +145,11 @@ def _time_products(measurement: CostMeasurement) -> tuple[list[float], list[floa
     dtype, device = measurement.dtype, measurement.device
     # A separate generator, so that measuring does not change the random numbers of training.
     generator = torch.Generator(device).manual_seed(0)
-    largest = max(measurement.shapes, key=lambda shape: (shape.outputs * shape.columns, shape.columns))
+    largest = max(measurement.shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
     rows, shape = _affordable(largest, measurement.rows, dtype, device, generator)
     products = _Products(shape, rows, dtype, device, generator)
     along = 1 if measurement.form == "column" else 0
-    size = shape.columns if along else shape.outputs
+    size = shape[along]
     runs = [products.dense]
     runs += [products.part(along, size - round(share * size), whole_gradients=True) for share in RESIZED_SHARES]
     runs += [products.part(along, round(share * size), whole_gradients=False) for share in RECEIVED_SHARES]
@@ -174,12 +163,12 @@ def _time_products(measurement: CostMeasurement) -> tuple[list[float], list[floa
 
 
 def _affordable(
-    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> tuple[int, ProductShape]:
+    shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[int, Shape]:
     """Rows and shape, reduced until a dense product takes at most :data:`DENSE_SECONDS`, if possible."""
-    sizes = [rows, shape.outputs, shape.columns]
+    sizes = [rows, *shape]
     probe = [min(size, MIN_SIZE // 2) for size in sizes]
-    products = _Products(ProductShape(*probe[1:]), probe[0], dtype, device, generator)
+    products = _Products((probe[1], probe[2]), probe[0], dtype, device, generator)
     _seconds(products.dense, device)
     seconds = _seconds(products.dense, device) * math.prod(sizes) / math.prod(probe)
     while seconds > DENSE_SECONDS and max(sizes) > MIN_SIZE:
@@ -187,20 +176,20 @@ def _affordable(
         smaller = max(sizes[largest] // 2, MIN_SIZE)
         seconds *= smaller / sizes[largest]
         sizes[largest] = smaller
-    return sizes[0], ProductShape(*sizes[1:])
+    return sizes[0], (sizes[1], sizes[2])
 
 
 class _Products:
     """A linear layer's three products (output, input gradient, weight gradient), whole or in part."""
 
     def __init__(
-        self, shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+        self, shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
     ) -> None:
         def filled(*size: int) -> Tensor:
             return torch.randn(*size, dtype=dtype, device=device, generator=generator)
 
-        self.x, self.dy = filled(rows, shape.columns), filled(rows, shape.outputs)
-        self.weight = filled(shape.outputs, shape.columns)
+        self.x, self.dy = filled(rows, shape[1]), filled(rows, shape[0])
+        self.weight = filled(*shape)
 
     def dense(self) -> None:
         self._multiply(self.x, self.weight, self.dy)

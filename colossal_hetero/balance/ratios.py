@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,35 +79,44 @@ class Line:
 
 
 @dataclass(frozen=True)
-class UnitKind:
+class KindProblem:
+    """Blocks of one kind, with each rank's speed and the cost of sending."""
+
     units: int
     grain: int
     """Number of units that move together, at most ``units``."""
     max_taken: int
     """Number of units that a rank has memory for in addition to its own."""
+    lines: Sequence[Line]
+    """Work by rank, in seconds of an iteration."""
+    seconds_per_unit: float = 0.0
+    """Seconds that each moved unit adds to an iteration (Φ1)."""
+
+    @property
+    def nothing(self) -> tuple[int, ...]:
+        """The counts by rank if nothing moves."""
+        return (self.units,) * len(self.lines)
+
+    def moved(self, counts: Sequence[int]) -> int:
+        return sum(max(0, self.units - count) for count in counts)
+
+    def seconds(self, counts: Sequence[int]) -> float:
+        """Seconds of the slowest rank, if the ranks compute ``counts`` units, and of sending."""
+        slowest = max(line(count) for line, count in zip(self.lines, counts, strict=True))
+        return slowest + self.seconds_per_unit * self.moved(counts)
 
 
-def slowest_seconds(lines: Sequence[Line], counts: Sequence[int]) -> float:
-    """Seconds of the slowest rank, if the ranks compute ``counts`` units; both arguments are by rank."""
-    return max(line(count) for line, count in zip(lines, counts, strict=True))
-
-
-def moved_units(kind: UnitKind, counts: Sequence[int]) -> int:
-    return sum(max(0, kind.units - count) for count in counts)
-
-
-def fastest_counts(kind: UnitKind, lines: Sequence[Line], seconds_per_unit: float = 0.0) -> tuple[int, ...]:
+def fastest_counts(kind: KindProblem) -> tuple[int, ...]:
     """Units that each rank should compute for the shortest time; their sum is ``kind.units`` times the number of ranks.
 
     The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` over all ``n_i ≥ 1`` that differ from the full
     share by whole grains; of equally fast divisions it is one that moves the least. A deadline determines how many
     units each rank can compute, so only times at which some rank finishes a whole number of grains need to be tried.
     """
-    ranks, full = range(len(lines)), kind.units
+    lines, full = kind.lines, kind.units
     least = -((full - 1) // kind.grain)
     most = kind.max_taken // kind.grain
-    nothing = (full,) * len(lines)
-    best, best_seconds = nothing, slowest_seconds(lines, nothing)
+    best, best_seconds = kind.nothing, kind.seconds(kind.nothing)
     # No division is faster than the slowest rank with a single grain less than it could give away.
     times = [[line(full + grains * kind.grain) for grains in range(least, most + 1)] for line in lines]
     earliest = max(of_rank[0] for of_rank in times)
@@ -114,35 +124,24 @@ def fastest_counts(kind: UnitKind, lines: Sequence[Line], seconds_per_unit: floa
     for deadline in deadlines:
         if deadline >= best_seconds:
             break
-        capacity = [_last_within(of_rank, deadline) + least for of_rank in times]
+        capacity = [bisect_right(of_rank, deadline) - 1 + least for of_rank in times]
         if sum(capacity) < 0:
             continue
         given = -sum(min(0, grains) for grains in capacity)
-        seconds = deadline + seconds_per_unit * given * kind.grain
+        seconds = deadline + kind.seconds_per_unit * given * kind.grain
         if seconds < best_seconds:
             best_seconds = seconds
             grains = [min(0, count) for count in capacity]
-            _hand_out(given, grains, capacity, lines, kind)
-            best = tuple(full + grains[rank] * kind.grain for rank in ranks)
-        if seconds_per_unit == 0.0:
+            _hand_out(given, grains, capacity, kind)
+            best = tuple(full + count * kind.grain for count in grains)
+        if kind.seconds_per_unit == 0.0:
             break
     return best
 
 
-def _last_within(times: Sequence[float], deadline: float) -> int:
-    """The index of the last of the ascending ``times`` that is not after the deadline."""
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if times[middle] <= deadline:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _hand_out(given: int, grains: list[int], capacity: Sequence[int], lines: Sequence[Line], kind: UnitKind) -> None:
+def _hand_out(given: int, grains: list[int], capacity: Sequence[int], kind: KindProblem) -> None:
     """Give each of ``given`` grains to the rank that finishes first with it; changes ``grains``."""
+    lines = kind.lines
     queue = [(lines[rank](kind.units + kind.grain), rank) for rank, most in enumerate(capacity) if most > 0]
     heapq.heapify(queue)
     for _ in range(given):

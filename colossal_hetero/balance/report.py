@@ -35,7 +35,6 @@ class WorkRecord:
     resharded: float = 0.0
     received: float = 0.0
     """Work of others that the rank took on, as a share of its own."""
-    block_seconds: float = 0.0
     own_score: float = 1.0
     """The rank's shortest ``equal_work_seconds`` so far, divided by those of this iteration."""
 
@@ -45,9 +44,7 @@ class LocalRecord(WorkRecord):
     """One iteration as measured by one rank."""
 
     iteration: int
-    exchanged: bool
-    """True if the group decided on a plan at the end of this iteration."""
-    plan_changed: bool
+    plan_changed: bool = False
     """True if another plan applies from the iteration after this one on."""
     note: str = ""
 
@@ -67,7 +64,6 @@ class RankRecord(WorkRecord):
 class IterationRecord:
     iteration: int
     ranks: tuple[RankRecord, ...]
-    exchanged: bool
     plan_changed: bool
     note: str = ""
 
@@ -88,7 +84,6 @@ def merge_records(per_rank: Sequence[Sequence[LocalRecord]], groups: Sequence[Se
                     _rank_record(rank, view, [views[other] for other in group_of[rank]])
                     for rank, view in enumerate(views)
                 ),
-                exchanged=any(view.exchanged for view in views),
                 plan_changed=any(view.plan_changed for view in views),
                 note=next((view.note for view in views if view.note), ""),
             )

@@ -100,17 +100,12 @@ class Damping:
     """One rank's patience: the number of slow iterations until it counts as slow."""
 
     def __init__(self, patience: int) -> None:
-        self._min_patience = patience
-        self._patience = patience
+        self._min_patience = self.patience = patience
         self._relief = 0.0
         self._relieved_for = 0
         self._calm_for = 0
         # Exchanges are at least patience + 1 iterations apart; a plan withdrawn soon after answered a flicker.
         self._few = 2 * patience + 2
-
-    @property
-    def patience(self) -> int:
-        return self._patience
 
     def observed(self, slow_spell: bool) -> None:
         """Count an iteration; ``slow_spell`` is whether the rank has been slower for the configured patience."""
@@ -118,13 +113,13 @@ class Damping:
         self._calm_for = 0 if slow_spell else self._calm_for + 1
         if self._calm_for >= RELAX_AFTER:
             self._calm_for = 0
-            self._patience = max(self._patience // 2, self._min_patience)
+            self.patience = max(self.patience // 2, self._min_patience)
 
     def relieved(self, share: float) -> None:
         """Take note of a new plan, in which this rank prunes or gives away ``share`` of its work."""
         if share > 0.0 and share >= 2.0 * self._relief:
             self._relieved_for = 0
         elif share <= 0.5 * self._relief and self._relief > 0.0 and self._relieved_for <= self._few:
-            self._patience = max(self._min_patience, min(2 * self._patience, MAX_PATIENCE))
+            self.patience = max(self._min_patience, min(2 * self.patience, MAX_PATIENCE))
             self._calm_for = 0
         self._relief = share

@@ -18,13 +18,12 @@ from torch.distributed import Store
 
 from .config import CheckpointError
 from .layer_files import copy_file, write_layer_file
-from .message_store import MessageStore, Stopped
 from .participants import Participants, ShardFile, divide_files
 from .pieces import RunState, TensorPiece, layer_file, step_folder
 from .records import FileRecord
 from .staging import StagingBuffer, Worker
 from .storage import FileOperations
-from .tier import Save, Tier
+from .tier import MessageStore, Save, Stopped, Tier
 
 GRACE_SECONDS = 10.0  # time that a rank may take to hear that a save has ended
 EXIT_SECONDS = 60.0  # time that a process that ends with an error waits for the last checkpoint

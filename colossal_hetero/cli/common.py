@@ -1,10 +1,9 @@
-"""Parts of all subcommands: errors on one line, a console, a status line, types of options, checks of files."""
+"""Parts of all subcommands: errors on one line, a console, types of options, checks of files."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,13 @@ from ..common.atomic_files import check_writable
 from ..common.text import MarkedError, check_matplotlib, check_name
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from ..common.tables import ReportConsole
     from ..planner.cluster.topology import Topology
     from ..planner.profile.layer_profile import ModelProfile
 
 
-STATUS_AFTER_SECONDS = 1.0
 MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
 """Largest number of samples, micro-batches or sizes of layers, and most layers, that options take."""
 MAX_AMOUNT = 10**15  # largest number of samples of a training, of seconds, dollars or gigabytes
@@ -30,24 +30,8 @@ MAX_AMOUNT = 10**15  # largest number of samples of a training, of seconds, doll
 class Finite(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number", param, ctx)
-        if number > MAX_AMOUNT:
-            self.fail(f"{value} is above {MAX_AMOUNT:,}", param, ctx)
-        return number
-
-
-class Whole(click.IntRange):
-    """A whole number of at least 1, and not absurdly large."""
-
-    def __init__(self, most: int = MAX_NUMBER) -> None:
-        super().__init__(min=1)
-        self.most = most
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number = int(super().convert(value, param, ctx))
-        if number > self.most:
-            self.fail(f"{value} is above {self.most:,}", param, ctx)
+        if not math.isfinite(number) or number > MAX_AMOUNT:
+            self.fail(f"{value} is not a finite number of at most {MAX_AMOUNT:,}", param, ctx)
         return number
 
 
@@ -101,6 +85,7 @@ class Choices(click.ParamType):
         return tuple(name for name in self.names if name in chosen or "all" in chosen)
 
 
+COUNT = click.IntRange(1, MAX_NUMBER)
 FILE = click.Path(path_type=Path)
 cluster_argument = click.argument("cluster", type=FILE)
 profile_argument = click.argument("profile", type=FILE)
@@ -125,10 +110,13 @@ global_batch_option = click.option(
     "--global-batch", type=click.IntRange(min=1), required=True, help="Samples per optimizer step, over all devices."
 )
 sizes_option = click.option(
-    "--micro-batch", type=Numbers(), help="Sizes of micro-batches to try, in samples; default: all in the profile."
+    "--micro-batch",
+    "micro_batches",
+    type=Numbers(),
+    help="Sizes of micro-batches to try, in samples; default: all in the profile.",
 )
 degrees_option = click.option(
-    "--tp", type=Numbers(), help="Tensor-parallel degrees to try; default: all in the profile."
+    "--tp", "tensor_parallel", type=Numbers(), help="Tensor-parallel degrees to try; default: all in the profile."
 )
 memory_reserve_option = amount_option(
     "--memory-reserve",
@@ -193,33 +181,11 @@ def load_inputs(cluster: Path, profile: Path, memory_reserve: float | None = Non
     return (topology if memory_reserve is None else topology.with_memory_reserve(round(memory_reserve * 1e9))), model
 
 
-def show_profile(result: ModelProfile, out: Path) -> None:
-    from ..planner.report.plan_table import render_profile
-
-    console = make_console()
-    console.print(render_profile(result))
-    console.print(f"{out}: layers of {result.name}, {result.source}")
-
-
-@contextmanager
-def status_line(what: str) -> Iterator[None]:
-    """Say what is being done if it takes more than a second and the output is a terminal."""
+def status(what: str) -> Status:
+    """A context in which a terminal says what is being done."""
     from rich.console import Console
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    status = console.status(what)
-    timer = threading.Timer(STATUS_AFTER_SECONDS, status.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        status.stop()
+    return Console(stderr=True).status(what)
 
 
 def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
@@ -229,27 +195,3 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
     if picture is not None:
         check_name(picture)
         check_matplotlib()
-
-
-# Option groups -------------------------------------------------------------------------------------------------------
-
-
-class GroupedCommand(click.Command):
-    """``groups``: the names of options by the title of their group; other options come last."""
-
-    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._groups = groups
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # Some versions of click have a record of arguments, too, which say nothing here.
-        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
-        left = {option.name: option.get_help_record(ctx) for option in options}
-        for title, names in self._groups.items():
-            records = [record for name in names if (record := left.pop(name)) is not None]
-            with formatter.section(title):
-                formatter.write_dl(records)
-        others = [record for record in left.values() if record is not None]
-        if others:
-            with formatter.section("Other options"):
-                formatter.write_dl(others)

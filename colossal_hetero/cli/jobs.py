@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from ..common.text import byte_unit, count
-from .common import FILE, Finite, check_outputs, errors_on_one_line, file_option, make_console
+from . import common
 
 if TYPE_CHECKING:
     from ..checkpoint.places import Entry
 
 
-folder_argument = click.argument("folder", type=FILE)
+folder_argument = click.argument("folder", type=common.FILE)
 
 
 @click.group()
@@ -31,10 +31,12 @@ def list_checkpoints(folder: Path) -> None:
     from ..checkpoint.places import entries
     from ..common.tables import make_table, word_column
 
-    with errors_on_one_line():
+    with common.errors_on_one_line():
         found = entries(folder)
     titles = ("folder", "step", "epoch", "saved (UTC)", "size", "files", "ranks", "plan", "of node", "state")
-    make_console().print(make_table([word_column(title) for title in titles], [_cells(entry) for entry in found]))
+    common.make_console().print(
+        make_table([word_column(title) for title in titles], [_cells(entry) for entry in found])
+    )
     for entry in found:
         for fault in entry.faults:
             click.echo(f"{entry.name}: {fault}")
@@ -51,7 +53,7 @@ def verify(folder: Path, step: int | None) -> None:
     from ..checkpoint.places import damaged_files, entries
 
     damaged = False
-    with errors_on_one_line():
+    with common.errors_on_one_line():
         for entry in entries(folder, step):
             faults = list(damaged_files(entry))
             damaged |= bool(faults)
@@ -65,10 +67,10 @@ def verify(folder: Path, step: int | None) -> None:
 @checkpoint.command("export")
 @folder_argument
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint to export; default: the newest complete one.")
-@file_option("--out", "The file to write: .safetensors or .pt; default: model.safetensors, or without it model.pt.")
+@common.file_option("--out", "File to write: .safetensors or .pt; default: model.safetensors, or without it model.pt.")
 @click.option(
     "--shard-size",
-    type=Finite(min=0, min_open=True),
+    type=common.Finite(min=0, min_open=True),
     metavar="GB",
     help="Write files of at most this size, in 10⁹ bytes, and the index with which Hugging Face loads them; default: "
     "one file.",
@@ -76,11 +78,11 @@ def verify(folder: Path, step: int | None) -> None:
 def export_checkpoint(folder: Path, step: int | None, out: Path | None, shard_size: float | None) -> None:
     """Write the parameters of a checkpoint in FOLDER to a file, or in shards, as a plain state dict of Hugging Face or
     timm."""
-    with errors_on_one_line():
+    with common.errors_on_one_line():
         from ..checkpoint.reader import export
 
         target = out or Path("model.pt" if find_spec("safetensors") is None else "model.safetensors")
-        check_outputs(target)
+        common.check_outputs(target)
         step, tensors, files = export(folder, target, step, None if shard_size is None else round(shard_size * 1e9))
     shown = target if files == 1 else f"{target}.index.json"
     shards = "" if files == 1 else f" in {count(files, 'shard')}"
@@ -109,7 +111,7 @@ def store(host: str | None, port: int) -> None:
     machines can reach.
     """
     ending = {signal.SIGINT, signal.SIGTERM}
-    with errors_on_one_line():
+    with common.errors_on_one_line():
         signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # also in the threads of the server
         try:
             from ..elastic.job_store import start_store

@@ -5,15 +5,11 @@ from __future__ import annotations
 import click
 
 from .. import __version__
-from .batches import batches
-from .estimate import estimate
-from .evaluate import evaluate
+from .evaluate import batches, evaluate, simulate
 from .jobs import checkpoint, store
-from .plan import plan
+from .plan import plan, rent
 from .probe import probe
-from .profile import profile
-from .rent import rent
-from .simulate import simulate
+from .profile import estimate, profile
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

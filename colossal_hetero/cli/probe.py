@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..common.launch import STARTED_HERE, is_rank, local_devices, local_gpu, start_ranks
-from .common import Finite, check_outputs, errors_on_one_line, file_option, make_console
+from . import common
 
 if TYPE_CHECKING:
     from ..planner.cluster.topology import MeasuredLink
@@ -60,7 +60,7 @@ def _probe(rank: int, out: Path, cluster_of: Sequence[tuple[str, str]], timeout_
     from .probe_ranks import probe_ranks
 
     device = local_gpu(rank, "probe") or torch.device("cpu")
-    say = make_console().print if rank == 0 else (lambda *_: None)
+    say = common.make_console().print if rank == 0 else (lambda *_: None)
     destroy_without_lock()
     limit = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]), timeout=limit)
@@ -111,7 +111,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 
 @click.command()
-@file_option("--out", "Cluster file to write.", default=Path("cluster.toml"), show_default=True)
+@common.file_option("--out", "Cluster file to write.", default=Path("cluster.toml"), show_default=True)
 @click.option(
     "--nproc",
     type=click.IntRange(min=1),
@@ -125,7 +125,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: tuple[str
     help="Put machines whose host name matches the pattern HOST into CLUSTER; default: by their fastest kind of NIC.",
 )
 @click.option(
-    "--timeout", type=Finite(min=1), default=600, show_default=True, help="Give up after this number of seconds."
+    "--timeout", type=common.Finite(min=1), default=600, show_default=True, help="Give up after this number of seconds."
 )
 def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeout: float) -> None:
     """Measure machines and write their cluster file: devices, memory, speed, latency and bandwidth between devices.
@@ -134,8 +134,8 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli.main probe --out cluster.toml
     """
-    with errors_on_one_line():
-        check_outputs(out)
+    with common.errors_on_one_line():
+        common.check_outputs(out)
         if is_rank():
             if nproc is not None:
                 raise ValueError("a launcher has already started the ranks; leave out --nproc, which starts ranks too")

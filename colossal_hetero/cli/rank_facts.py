@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import combinations, zip_longest
+from statistics import median_low
 
 from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name, usual_memory_reserve
 from ..planner.cluster.group_networks import ETHERNET
@@ -215,8 +216,7 @@ def _middle(links: Sequence[MeasuredLink], kind: str) -> Channel:
 
 def _channel(kind: str, link: MeasuredLink, alike: Sequence[MeasuredLink]) -> Channel:
     """The bandwidth of ``link`` and the median latency of ``alike``, rounded to three digits, as more are noise."""
-    latencies = sorted(each.latency_seconds for each in alike)
-    latency = latencies[(len(latencies) - 1) // 2]
+    latency = median_low(each.latency_seconds for each in alike)
     return Channel(kind, float(f"{link.bytes_per_second:.3g}"), float(f"{latency:.3g}"))
 
 

@@ -97,9 +97,7 @@ class HostStream(torch.cpu.Stream):
 class HostEvent:
     """A moment in the CPU's program order, with the methods of ``torch.cuda.Event``."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.enable_timing = enable_timing
-        self._seconds: float | None = None
+    _seconds: float
 
     def record(self, stream: Any = None) -> None:
         self._seconds = time.perf_counter()
@@ -114,10 +112,6 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        if not (self.enable_timing and end_event.enable_timing):
-            raise RuntimeError("both events must be made with enable_timing=True to measure the time between them")
-        if self._seconds is None or end_event._seconds is None:
-            raise RuntimeError("both events must be recorded before the time between them can be read")
         return (end_event._seconds - self._seconds) * 1e3
 
 
@@ -168,19 +162,10 @@ class HeteroCpuAccelerator(CpuAccelerator):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
-    def max_memory_reserved(self, device: Any = None) -> int:
-        return self.max_memory_allocated(device)
-
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Set the peak to the current resident set, if the kernel supports and permits it."""
         with suppress(OSError):
             _PROCESS_CLEAR_REFS.write_text("5")  # proc(5): 5 resets the peak resident set size, VmHWM
-
-    def reset_max_memory_allocated(self, device: Any = None) -> None:
-        self.reset_peak_memory_stats(device)
-
-    def reset_max_memory_cached(self, device: Any = None) -> None:
-        self.reset_peak_memory_stats(device)
 
     # Streams and events: objects without effect, because CPU work is in program order ---------------------------------
 
@@ -188,7 +173,7 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return HostStream()
 
     def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> HostEvent:
-        return HostEvent(enable_timing)
+        return HostEvent()
 
     def current_stream(self, device: Any = None) -> HostStream:
         return _HOST_STREAM

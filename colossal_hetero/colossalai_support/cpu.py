@@ -111,7 +111,9 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def patch_collectives() -> None:
-    dist.reduce_scatter_tensor = sent_directly(dist.reduce_scatter_tensor)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # torch calls it by the second from 2.14 on
+        if hasattr(dist, name):
+            setattr(dist, name, sent_directly(getattr(dist, name)))
     _operation.dist = ModuleProxy(dist, reduce_scatter=reduce_scatter)
 
 

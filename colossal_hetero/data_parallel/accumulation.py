@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..colossalai_support.user_hooks import user_hooks
+from ..colossalai_support.corrections import user_hooks
 from ..common.methods import wrap_method
 from ..profiling.preserved_state import inner_optimizer
 from .config import BatchSetup
@@ -83,10 +83,6 @@ class GradientAccumulation:
         """True if DDP sums gradients after the running forward pass; within it, it must not wait for any."""
         self._forwards = 0  # forward passes since the latest backward pass
         self.progress = LoopProgress()
-
-    @property
-    def within_global_batch(self) -> bool:
-        return self.progress.is_within_global_batch
 
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: LRScheduler | None) -> None:
         """Replace the methods that a training loop calls. Called once, on objects that a plugin has configured."""
@@ -177,7 +173,7 @@ class GradientAccumulation:
         """Reason why gradients are not those of the global batch, and what to do; None if they are."""
         if self._stage:
             return f"at ZeRO stage {self._stage} each rank has another part of it; {CLIPPING}"
-        if self.within_global_batch:
+        if self.progress.is_within_global_batch:
             return f"it lacks micro-batches of the global batch; {CLIPPING}, or use it where loader.is_last"
         if self._total.is_estimated:
             return f"it is corrected before the step, when the sum of weights (weight_by) is known; {CLIPPING}"
@@ -191,7 +187,7 @@ class GradientAccumulation:
 
     def _open_gradients(self) -> None:
         """Let the package use the gradients. If a loop has removed all of them, ``optimizer.zero_grad`` is meant."""
-        if self._guard.open() and not self.within_global_batch:
+        if self._guard.open() and not self.progress.is_within_global_batch:
             self._drop()
 
     def _drop(self, *args: Any, **kwargs: Any) -> None:
@@ -249,7 +245,7 @@ class GradientAccumulation:
         that was clipped, 0 before. All ranks call it, because they may have to correct their gradients."""
         if method.__name__ == "unscale_grad" and self._is_unscaled:
             return None
-        if not self.within_global_batch:
+        if not self.progress.is_within_global_batch:
             self._open_gradients()
             self._total.correct(optimizer)
             result = method(*args, **kwargs)
@@ -261,6 +257,6 @@ class GradientAccumulation:
         return self._latest_norm if method.__name__ == "clip_grad_by_norm" else None
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if not self.within_global_batch:
+        if not self.progress.is_within_global_batch:
             self.progress.drop()
             self._drop(*args, **kwargs)

@@ -34,6 +34,7 @@ from ..common.methods import wrap_method
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier"),
+    *("all_gather_single", "reduce_scatter_single"),  # torch 2.14's names of two of them
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
 )
 

@@ -7,8 +7,6 @@ outlives processes, not the machine. It gets its name when it is complete. Only 
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.pieces import Box, RunState, TensorPiece, cover, whole
+from ..checkpoint.records import CheckpointPart
 from .environment import runs_launcher
 from .held_layers import HeldLayers
 
@@ -82,6 +81,27 @@ MAGIC = b"CHSTATE1"
 ALIGNMENT = 64
 
 
+class _Piece(NamedTuple):
+    layer: str
+    key: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: str
+    shard: str
+    start: int
+
+
+class _Header(CheckpointPart):
+    name: StateName
+    tensors: tuple[str, ...]
+    layers: HeldLayers
+    kinds: dict[str, str]
+    pieces: tuple[_Piece, ...]
+    bytes: int
+    """Of all elements."""
+    state: RunState
+
+
 @dataclass(frozen=True)
 class KeptState:
     name: StateName
@@ -99,17 +119,19 @@ class MemoryFile:
     layers: HeldLayers
     kinds: dict[str, str]
     state: RunState
-    places: tuple[tuple[TensorPiece, int], ...]
-    """The pieces, with empty tensors of their types, and where their elements start in the file."""
+    kept: tuple[_Piece, ...]
+    first: int
+    """Where the elements start in the file."""
 
     def pieces(self) -> list[TensorPiece]:
         """Pieces that the rank held. The tensors are in the file's memory, which is read where it is used."""
         content = np.memmap(self.path, np.uint8, "c")
         pieces = []
-        for piece, start in self.places:
-            data = content[start : start + piece.box.numel * piece.data.element_size()]
-            tensor = torch.from_numpy(data).view(piece.data.dtype).view(piece.box.sizes)
-            pieces.append(TensorPiece(piece.layer, piece.key, piece.shape, piece.box, tensor, piece.shard))
+        for layer, key, shape, box, dtype, shard, start in self.kept:
+            kind, begin = getattr(torch, dtype), self.first + start
+            data = content[begin : begin + box.numel * kind.itemsize]
+            tensor = torch.from_numpy(data).view(kind).view(box.sizes)
+            pieces.append(TensorPiece(layer, key, shape, box, tensor, shard))
         return pieces
 
 
@@ -117,18 +139,28 @@ def write_memory_file(
     path: Path, kept: KeptState, to_host: Callable[[Tensor], Iterable[Tensor]] = lambda tensor: [tensor.cpu()]
 ) -> None:
     """Write a file. Nothing of this name is there until all of it is written."""
-    starts, end = [], 0
+    pieces, end = [], 0
     for piece in kept.pieces:
-        starts.append(end)
+        kind = str(piece.data.dtype).removeprefix("torch.")
+        pieces.append(_Piece(piece.layer, piece.key, piece.shape, piece.box, kind, piece.shard, end))
         end = _aligned(end + piece.data.numel() * piece.data.element_size())
-    header = json.dumps(_header(kept, starts, end)).encode()
+    header = _Header(
+        name=kept.name,
+        tensors=kept.tensors,
+        layers=kept.layers,
+        kinds=kept.kinds,
+        pieces=tuple(pieces),
+        bytes=end,
+        state=kept.state,
+    )
+    text = header.model_dump_json().encode()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb", buffering=0) as file:
-            _write_at(file, 0, MAGIC + len(header).to_bytes(8, "little") + header)
-            first = _aligned(len(MAGIC) + 8 + len(header))
-            for piece, start in zip(kept.pieces, starts, strict=True):
-                position = first + start
+            _write_at(file, 0, MAGIC + len(text).to_bytes(8, "little") + text)
+            first = _aligned(len(MAGIC) + 8 + len(text))
+            for piece, place in zip(kept.pieces, pieces, strict=True):
+                position = first + place.start
                 for part in to_host(piece.data.detach()):
                     data = part.contiguous().reshape(-1).view(torch.uint8)
                     _write_at(file, position, data.numpy())
@@ -147,61 +179,15 @@ def read_memory_file(path: Path) -> MemoryFile | None:
             if file.read(len(MAGIC)) != MAGIC:
                 return None
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            header = _Header.model_validate_json(file.read(length))
         first = _aligned(len(MAGIC) + 8 + length)
-        if path.stat().st_size != first + header["bytes"]:
+        if path.stat().st_size != first + header.bytes:
             return None
-        return _memory_file(path, header, first)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
-
-
-def _header(kept: KeptState, starts: list[int], end: int) -> dict[str, Any]:
-    state = kept.state
-    return {
-        "version": kept.name.version,
-        "world": kept.name.world,
-        "tensors": kept.tensors,
-        "layers": kept.layers,
-        "kinds": kept.kinds,
-        "pieces": [
-            [each.layer, each.key, each.shape, each.box.offsets, each.box.sizes, _type(each.data), each.shard, start]
-            for each, start in zip(kept.pieces, starts, strict=True)
-        ],
-        "bytes": end,
-        "epoch": state.epoch,
-        "plan": state.plan,
-        "param_groups": state.param_groups,
-        "common": dict(state.common),
-        "rank": dict(state.rank),
-        "binary": {name: base64.b64encode(content).decode() for name, content in state.binary.items()},
-    }
-
-
-def _memory_file(path: Path, header: dict[str, Any], first: int) -> MemoryFile:
-    places = []
-    for layer, key, shape, offsets, sizes, kind, shard, start in header["pieces"]:
-        empty = torch.empty(0, dtype=getattr(torch, kind))
-        box = Box(tuple(offsets), tuple(sizes))
-        places.append((TensorPiece(layer, key, tuple(shape), box, empty, shard), first + start))
-    name = StateName(header["version"], header["world"])
-    boxes = tuple(KeptBox(piece.key, piece.shape, piece.box) for piece, _ in places)
-    ranges, part, parts = header["layers"]
-    return MemoryFile(
-        path,
-        FoundState(name, tuple(header["tensors"]), boxes),
-        HeldLayers(tuple((start, stop) for start, stop in ranges), part, parts),
-        dict(header["kinds"]),
-        RunState(
-            epoch=header["epoch"],
-            plan=header["plan"],
-            param_groups=header["param_groups"],
-            common=header["common"],
-            rank=header["rank"],
-            binary={name: base64.b64decode(content) for name, content in header["binary"].items()},
-        ),
-        tuple(places),
-    )
+    boxes = tuple(KeptBox(each.key, each.shape, each.box) for each in header.pieces)
+    found = FoundState(header.name, header.tensors, boxes)
+    return MemoryFile(path, found, header.layers, header.kinds, header.state, header.pieces, first)
 
 
 def _write_at(file: Any, position: int, content: Any) -> None:
@@ -209,10 +195,6 @@ def _write_at(file: Any, position: int, content: Any) -> None:
     view = memoryview(content).cast("B") if len(content) else memoryview(b"")
     while view.nbytes:
         view = view[file.write(view) :]
-
-
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _aligned(position: int) -> int:

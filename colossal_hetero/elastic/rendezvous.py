@@ -54,10 +54,6 @@ def member_of(description: _NodeDesc) -> Member:
     return Member(int(age) - _MAX_ROUND, int(place), description.local_id, node, description.pid)
 
 
-def survivors_in(participants: Collection[_NodeDesc], round_: int) -> int:
-    return sum(member_of(each).survives(round_) for each in participants)
-
-
 def next_action(
     action: _Action, state: Any, node: _NodeDesc, settings: RendezvousSettings, expected: int, may_wait: bool
 ) -> _Action:
@@ -66,7 +62,7 @@ def next_action(
     if state.complete:
         is_late = node in state.wait_list and count >= settings.max_nodes
         return _Action.REMOVE_FROM_WAIT_LIST if is_late else action
-    survivors = survivors_in(state.participants, state.round)
+    survivors = sum(member_of(each).survives(state.round) for each in state.participants)
     if action is _Action.ADD_TO_PARTICIPANTS:
         is_survivor = member_of(node).survives(state.round)
         return _Action.SYNC if survivors < expected and may_wait and not is_survivor else action

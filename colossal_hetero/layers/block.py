@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
-from ..colossalai_support.user_hooks import OWN_PACKAGES, is_from, user_hooks
+from ..colossalai_support.corrections import OWN_PACKAGES, is_from, user_hooks
 from .block_rules import BlockRule, rule_for
 from .dropout import UnitDropout
 from .linear import HeteroLinear
@@ -147,7 +147,7 @@ class Block:
     @property
     def is_hooked(self) -> bool:
         """True if a parameter that holds units has a hook of the user on this rank."""
-        return any(True for tensors in self.unit_parameters for tensor in tensors for _ in user_hooks(tensor))
+        return any(any(user_hooks(tensor)) for tensors in self.unit_parameters for tensor in tensors)
 
     def is_seen(self, asks_for_heads: bool) -> bool:
         return (asks_for_heads and self._heads is not None) or is_seen(self.inside)
@@ -372,12 +372,9 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
 
 def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
     for path in paths:
-        try:
-            found = attrgetter(path)(module)
-        except AttributeError:
-            continue
-        if found is not None:
-            yield found
+        with suppress(AttributeError):
+            if (found := attrgetter(path)(module)) is not None:
+                yield found
 
 
 def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:

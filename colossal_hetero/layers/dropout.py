@@ -116,9 +116,9 @@ class UnitDropout(TorchFunctionMode):
         masks: Sequence[Tensor | None] = [attn_mask] * len(numbers)
         if attn_mask is not None and attn_mask.dim() >= -self._dim and attn_mask.shape[self._dim] == heads > 1:
             masks = split(attn_mask)
-        with _random_state_kept(query.device) as generator:
+        with _forked_random_state():
             for number, q, k, v, mask in zip(numbers, split(query), split(key), split(value), masks, strict=True):
-                generator.manual_seed(self._seed(*number))
+                _seed(self._seed(*number))
                 outputs.append(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, *args, **kwargs))
         return torch.cat(outputs, self._dim)
 
@@ -135,19 +135,6 @@ class UnitDropout(TorchFunctionMode):
     def _seed(self, owner: int, number: int) -> int:
         # Python's hash of integers is the same in all processes.
         return hash((self._key, self._block, self._calls, owner, number)) % 2**63
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
-    generator = torch.default_generator
-    if device.type != "cpu":
-        backend = getattr(torch, device.type)
-        generator = backend.default_generators[backend.current_device() if device.index is None else device.index]
-    state = generator.get_state()
-    try:
-        yield generator
-    finally:
-        generator.set_state(state)
 
 
 # Residual dropout ----------------------------------------------------------------------------------------------------
@@ -238,8 +225,7 @@ class SeededPasses:
     @contextmanager
     def run(self, seed_of: Callable[[int], int]) -> Iterator[None]:
         """Take forward passes of the model in this context for micro-batches 0, 1, 2 and so on of this rank."""
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices=devices):
+        with _forked_random_state():
             self._seed_of, self._passes = seed_of, 0
             try:
                 yield
@@ -279,6 +265,10 @@ def _generators() -> list[torch.Generator]:
     """Those of the host and of this process's GPU, faster than ``torch.manual_seed`` by more than a small block."""
     on_gpu = torch.cuda.is_initialized()
     return [torch.default_generator, *([torch.cuda.default_generators[torch.cuda.current_device()]] if on_gpu else [])]
+
+
+def _forked_random_state() -> AbstractContextManager[None]:
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 def _seed(seed: int) -> None:

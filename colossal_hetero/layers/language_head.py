@@ -172,11 +172,6 @@ def end_expecting() -> bool:
     return was_computed
 
 
-def accept_any_rows() -> None:
-    """Let Colossal-AI's models compute their loss from the rows that :func:`expect_rows` was told."""
-    colossalai_loss.cross_entropy_1d = cross_entropy_1d
-
-
 @torch.compiler.disable
 def cross_entropy_1d(
     vocab_logits: Tensor,
@@ -264,7 +259,7 @@ class HeadBlock(Block):
         self._type: torch.dtype | None = None
         self._unused: list[ReferenceType[OwnRows]] = []
         """Logits since the last step that may still be asked for."""
-        accept_any_rows()
+        colossalai_loss.cross_entropy_1d = cross_entropy_1d  # which knows the rows of :func:`expect_rows`
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
         layer.register_forward_hook(self._keep_outputs)

@@ -31,7 +31,7 @@ from .product import ProductContext, SequenceParts, parallel_product, sum_output
 from .unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT, WeightLayout
 from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, traced, uncompiled, values_of
 
-_OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
+_OF_BALANCING = {"clock", "slow_down", "kind", "block", "workload", "_migration", "_lineage", "_previous"}
 """Attributes that a copy of a layer does not have."""
 
 
@@ -47,9 +47,9 @@ class HeteroLinear:
     """Layers of one kind are balanced in the same way; None: this layer is not balanced."""
     block: Any = None
     """The :class:`.Block` that contains the layer, if any; its workload takes precedence over the layer's."""
+    workload: Workload | None = None
     _layout: WeightLayout = LINEAR_LAYOUT
-    _column_parallel: bool
-    _workload: Workload | None = None
+    column_parallel: bool
     _migration: ColumnMigration | None = None
     _lineage: Lineage | None = None
     _previous: dict[tuple[str, int], Tensor]
@@ -70,17 +70,13 @@ class HeteroLinear:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _OF_BALANCING}
 
-    @property
-    def workload(self) -> Workload | None:
-        return self._workload
-
     def assign(self, workload: Workload | None, migration: ColumnMigration | None = None) -> None:
         """Compute ``workload`` from the next training forward pass on; None means the full share of the work. With
         ``migration``, which all ranks of the group must be given at the same time, other ranks compute columns; the
         workload then prunes only columns that are not given away."""
         if (workload or migration) is not None and (obstacle := self.column_obstacle()) is not None:
             raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; turn one of them off")
-        self._workload = workload
+        self.workload = workload
         self._migration = migration
         self._previous = {}
         self.begin_iteration()
@@ -123,10 +119,6 @@ class HeteroLinear:
         return SequenceParts(self.process_group, getattr(self, "seq_parallel_dim", 1))  # type: ignore[attr-defined]
 
     @property
-    def is_column_parallel(self) -> bool:
-        return self._column_parallel
-
-    @property
     def output_dim(self) -> int:
         return 1 - self._layout.columns
 
@@ -140,7 +132,7 @@ class HeteroLinear:
         return self._layout.as_matrix(values_of(self.weight))  # type: ignore[attr-defined]
 
     def _passes_through(self) -> bool:
-        assigned = self._workload is not None or self._migration is not None
+        assigned = self.workload is not None or self._migration is not None
         in_block = self.block is not None and (self.block.workload or self.block.held) is not None
         if not (assigned or in_block or self.clock or self.slow_down):
             return True
@@ -186,7 +178,7 @@ class HeteroLinear:
 
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         layer: Any = self
-        sequence = self.sequence_parts if self._column_parallel else None
+        sequence = self.sequence_parts if self.column_parallel else None
         if layer.training:
             self.rows += x.numel() // x.shape[-1] * (1 if sequence is None else sequence.ranks)
             self.passes += 1
@@ -196,7 +188,7 @@ class HeteroLinear:
             context = MigratedProductContext(
                 *(self._layout, group, lineage, None, self.clock, self.kind, self.slow_down),
                 migration=migration,
-                column_parallel=self._column_parallel,
+                column_parallel=self.column_parallel,
             )
             return migrated_product(x, layer.weight, bias, context)
         block = self.block if self.block is not None and len(self.block.layers) > 1 else None
@@ -209,7 +201,7 @@ class HeteroLinear:
             self.kind,
             self.slow_down,
             before_forward="block" if block is not None and self is not block.layers[0] else "other",
-            before_backward="block" if self.block is not None and self._column_parallel else "other",
+            before_backward="block" if self.block is not None and self.column_parallel else "other",
             sequence=sequence,
             in_block=block is not None,
             inner_backward=block is not None and self not in block.layers[-2:],
@@ -227,8 +219,7 @@ class HeteroLinear:
         return self.training and is_recorded()  # type: ignore[attr-defined]
 
     def _columns_for(self, x: Tensor) -> Lineage | None:
-        workload = self._workload
-        if workload is None or workload.prune == 0 or not self._is_balanced():
+        if (workload := self.workload) is None or workload.prune == 0 or not self._is_balanced():
             return None
         if self._lineage is None:
             given = 0 if self._migration is None else self._migration.given
@@ -249,7 +240,7 @@ class _HeteroColumnParallel(HeteroLinear):
     """Weight ``[N/e, K]``: X is replicated; forward sends nothing, backward sums dX over the group. With sequence
     parallelism, forward gathers X and each rank keeps its part of the sum."""
 
-    _column_parallel = True
+    column_parallel = True
 
     def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self
@@ -271,7 +262,7 @@ class _HeteroRowParallel(HeteroLinear):
     """Weight ``[N, K/e]``: forward sums Y over the group, backward sends nothing. With sequence parallelism, each rank
     keeps its part of the sum, and backward gathers dY."""
 
-    _column_parallel = False
+    column_parallel = False
 
     def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from .linear import HETERO_LAYERS
 
-_ROW: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if not ours._column_parallel)
-_COLUMN: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if ours._column_parallel)
+_ROW: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if not ours.column_parallel)
+_COLUMN: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if ours.column_parallel)
 _EMBEDDING = (Embedding1D, VocabParallelEmbedding1D)
 
 _DIVIDED, _SUMMED = "output is divided", "gradients are summed"

@@ -33,7 +33,6 @@ from colossalai.shardformer.layer import (
     VocabParallelLMHead1D,
 )
 from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -195,7 +194,6 @@ class TransformersPolicy(Policy):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self._plan = plan_of(model)
-        self._tied: list[list[str]] = []
         self._buffers: dict[str, Tensor] = {}
 
     # What can be sharded ----------------------------------------------------------------------------------
@@ -275,10 +273,6 @@ class TransformersPolicy(Policy):
     # Sharding ---------------------------------------------------------------------------------------------
 
     def preprocess(self) -> nn.Module:
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        self._tied = [each for each in names.values() if len(each) > 1]
         if self.pipeline_stage_manager is not None:
             blocks = f"{self._prefix}{self._plan.blocks}."
             self._buffers = {name: each for name, each in self.model.named_buffers() if not name.startswith(blocks)}
@@ -339,13 +333,6 @@ class TransformersPolicy(Policy):
                 yield SubModuleReplacementDescription(name, target)
 
     def postprocess(self) -> nn.Module:
-        for names in self._tied:
-            found = {name: tensor for name in names if (tensor := getattr_(self.model, name)) is not None}
-            divided = [
-                each for each in found.values() if is_distributed_tensor(each) or is_customized_distributed_tensor(each)
-            ]
-            for name in found:
-                setattr_(self.model, name, (divided or list(found.values()))[0])
         if self.shard_config.enable_tensor_parallelism:
             self._divide_numbers(self.shard_config.tensor_parallel_size)
         if self.pipeline_stage_manager is not None:
@@ -402,10 +389,6 @@ class TransformersPolicy(Policy):
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
-
-
-def _is_divided(parameter: Tensor) -> bool:
-    return is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter)
 
 
 def _owner(base: nn.Module, blocks: str) -> nn.Module:

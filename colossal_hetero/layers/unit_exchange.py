@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .block import Block, BlockWorkload, Fetch, ReturnGradients
+from .block import Block, BlockWorkload
 from .column_migration import MovedRange, moved_count
 from .transport import Pending, Started, Transport, check_room
 from .unit_layout import UnitRange, split_message
@@ -188,7 +188,7 @@ class UnitExchange:
                 kept=count,
                 select=rule,
             )
-            block.assign(workload, self._receiver(transfer), self._returner(transfer))
+            block.assign(workload, partial(self._receive, transfer), partial(self._return, transfer))
             self._transfers.append(transfer)
             if given or taken:
                 transfer.bucket = buckets[number]
@@ -292,42 +292,34 @@ class UnitExchange:
             started.sent.wait()
         self._returning.clear()
 
-    def _receiver(self, transfer: BlockTransfer) -> Fetch:
-        def receive() -> list[list[list[Tensor]]]:
-            if transfer.bucket is None:
-                return []
-            self._send()
-            self._start_buckets(transfer.bucket.number)
-            self._mark("other", transfer.block.kind)
-            transfer.bucket.started.received.wait()
-            self._mark("migration", transfer.block.kind)
-            return [unpack(transfer, move) for move in transfer.taken]
+    def _receive(self, transfer: BlockTransfer) -> list[list[list[Tensor]]]:
+        if transfer.bucket is None:
+            return []
+        self._send()
+        self._start_buckets(transfer.bucket.number)
+        self._mark("other", transfer.block.kind)
+        transfer.bucket.started.received.wait()
+        self._mark("migration", transfer.block.kind)
+        return [unpack(transfer, move) for move in transfer.taken]
 
-        return receive
-
-    def _returner(self, transfer: BlockTransfer) -> ReturnGradients:
-        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]]:
-            if transfer.bucket is None:
-                return []
-            places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
-            elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
-            sends = [(move.sender, message) for move, message in zip(transfer.taken, gradients, strict=True)]
-            receives = [
-                (move.receiver, parameters[0].new_empty(moved_count([move]) * elements)) for move in transfer.given
-            ]
-            if earlier := self._returning.get((transfer, layer)):
-                earlier[0].sent.wait()
-            # Do not wait for the owner: it may be late, and this rank continues in the meantime.
-            started = self._transport.exchange(sends, receives)
-            self._returning[transfer, layer] = started, sends
-            if not receives:
-                return []
-            self._mark("block", transfer.block.kind)
-            started.received.wait()
-            self._mark("migration", transfer.block.kind)
-            return [
-                split_message(message, places, parameters, moved_count([move]))[0]
-                for move, (_, message) in zip(transfer.given, receives, strict=True)
-            ]
-
-        return return_gradients
+    def _return(self, transfer: BlockTransfer, layer: int, gradients: list[Tensor]) -> list[list[Tensor]]:
+        if transfer.bucket is None:
+            return []
+        places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
+        elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
+        sends = [(move.sender, message) for move, message in zip(transfer.taken, gradients, strict=True)]
+        receives = [(move.receiver, parameters[0].new_empty(moved_count([move]) * elements)) for move in transfer.given]
+        if earlier := self._returning.get((transfer, layer)):
+            earlier[0].sent.wait()
+        # Do not wait for the owner: it may be late, and this rank continues in the meantime.
+        started = self._transport.exchange(sends, receives)
+        self._returning[transfer, layer] = started, sends
+        if not receives:
+            return []
+        self._mark("block", transfer.block.kind)
+        started.received.wait()
+        self._mark("migration", transfer.block.kind)
+        return [
+            split_message(message, places, parameters, moved_count([move]))[0]
+            for move, (_, message) in zip(transfer.given, receives, strict=True)
+        ]

@@ -4,6 +4,7 @@ objects, which optimizers, hooks and users may go on holding, and get tensors of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -156,15 +157,9 @@ class UnitMover:
 
 
 def _own_slots(parameter: Tensor) -> list[StateSlot]:
-    def put_values(values: Tensor) -> None:
-        put_data(parameter, values)
-
-    def put_gradient(gradient: Tensor) -> None:
-        parameter.grad = gradient
-
-    slots = [StateSlot("values", values_of(parameter), put_values)]
+    slots = [StateSlot("values", values_of(parameter), partial(put_data, parameter))]
     if parameter.grad is not None:
-        slots.append(StateSlot("gradient", parameter.grad, put_gradient))
+        slots.append(StateSlot("gradient", parameter.grad, partial(setattr, parameter, "grad")))
     return slots
 
 

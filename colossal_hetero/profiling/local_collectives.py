@@ -108,7 +108,13 @@ _FILLED: dict[str, Callable[[Given], Iterable[tuple[Tensor, Tensor]]]] = {
     "scatter": lambda given: [(given["tensor"], each) for each in (given["scatter_list"] or ())[:1]],
 }
 """Outputs, each with the data of this rank that fills it."""
-_SAME = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
+_SAME = {
+    "_all_gather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+"""Earlier and later names (from torch 2.14 on) of a collective."""
 _NOTHING = ("broadcast_object_list", "_broadcast_coalesced", "barrier", "monitored_barrier")
 """Objects and coalesced buffers that are broadcast keep their values on this rank."""
 _NAMES = (*_IN_PLACE, *_OBJECTS, *_FILLED, *_SAME, *_NOTHING)
@@ -137,6 +143,7 @@ def _results(name: str, given: Given) -> Sequence[Any]:
 
 def _local(name: str, function: Any, doubled: Callable[[str, Group], bool] | None) -> Callable[..., Any]:
     """What runs instead of the collective ``function``; it doubles its results if ``doubled`` says so."""
+    name = _SAME.get(name, name)
     try:
         signature = _signature(function)
     except ValueError:  # it is not written in Python, such as ``_broadcast_coalesced``
@@ -146,7 +153,7 @@ def _local(name: str, function: Any, doubled: Callable[[str, Group], bool] | Non
     def run(*args: Any, **kwargs: Any) -> FinishedWork | None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        results = _results(_SAME.get(name, name), bound.arguments)
+        results = _results(name, bound.arguments)
         if doubled is not None and name in _DOUBLED and doubled(name, bound.arguments["group"]):
             for index, each in enumerate(results):
                 if isinstance(each, Tensor):

@@ -18,10 +18,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
 from colossal_hetero.balance.clock import IterationTimes, KindTimes
 from colossal_hetero.layers import TimmViTPolicy
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
 from colossal_hetero.plugin.hybrid import layer_balancing
 
 BATCH = 6
@@ -157,6 +159,8 @@ def boost(
     plugin: Any, model: nn.Module | None = None, make_optimizer: Callable[[nn.Module], Optimizer] = adamw
 ) -> Trained:
     model = tiny_vit() if model is None else model
+    if IS_NEWER_THAN_COLOSSALAI and type(plugin) is HybridParallelPlugin and isinstance(model, PreTrainedModel):
+        plugin.custom_policy = plugin.custom_policy or TransformersPolicy(model)  # Colossal-AI's own cannot be imported
     optimizer = make_optimizer(model)
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, optimizer, loss_of)

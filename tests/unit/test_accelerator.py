@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 
 import pytest
@@ -59,6 +60,14 @@ def test_memory_without_proc(accelerator: HeteroCpuAccelerator, monkeypatch: pyt
     monkeypatch.setattr(accelerator_module, "_PROCESS_CLEAR_REFS", tmp_path / "none" / "either")
     accelerator.reset_peak_memory_stats()
     assert accelerator.max_memory_allocated() > 0.5 * accelerator.memory_allocated()
+
+
+def test_events_are_milliseconds_apart(accelerator: HeteroCpuAccelerator) -> None:
+    begin, end = accelerator.Event(enable_timing=True), accelerator.Event(enable_timing=True)
+    begin.record()
+    time.sleep(0.05)
+    end.record()
+    assert 50 <= begin.elapsed_time(end) < 5000
 
 
 def test_a_users_warning_passes_through_a_quiet_import() -> None:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, Costs, pretest
 from colossal_hetero.balance.plan import Traffic, Volume
-from colossal_hetero.balance.pretest import FittedLink, ProductShape, fit_link, fit_products
+from colossal_hetero.balance.pretest import fit_link, fit_products, seconds_of
 from tests.support.checks import Checks, of_all_ranks
 
 checks = Checks()
 
-SHAPES = [ProductShape(96, 64), ProductShape(64, 96), ProductShape(96, 64)]
+SHAPES = [(96, 64), (64, 96), (96, 64)]
 
 
 def traffic(share: float) -> Traffic:
@@ -56,15 +56,14 @@ SIZES = (2**12, 2**16, 2**20)
 
 @given(st.floats(0, 1e-2), st.floats(1e-11, 1e-6))
 def test_the_fit_recovers_the_latency_and_bandwidth_of_a_link(latency: float, per_byte: float) -> None:
-    link = fit_link(SIZES, [latency + size * per_byte for size in SIZES])
-    assert link.latency_seconds == pytest.approx(latency, abs=1e-9)
-    assert link.seconds_per_byte == pytest.approx(per_byte)
+    fitted = fit_link(SIZES, [latency + size * per_byte for size in SIZES])
+    assert fitted == (pytest.approx(latency, abs=1e-9), pytest.approx(per_byte))
 
 
 def test_fitted_links_equal_values_computed_by_hand() -> None:
-    assert fit_link([1000], [0.5]) == FittedLink(0.0, 0.0005)  # the network was too slow to measure a second size
-    assert fit_link([1000, 2000], [0.5, 0.4]) == FittedLink(0.5, 0.0)
-    assert FittedLink(0.25, 0.5).seconds(Volume(2, 3)) == 2.0
+    assert fit_link([1000], [0.5]) == (0.0, 0.0005)  # the network was too slow to measure a second size
+    assert fit_link([1000, 2000], [0.5, 0.4]) == (0.5, 0.0)
+    assert seconds_of(Volume(2, 3), 0.25, 0.5) == 2.0
 
 
 def test_the_fits_recover_the_costs_of_products() -> None:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import host_messages
-from colossal_hetero.balance.divide import BlockShape, LayerShape, Move, block_ports, column_traffic, divide
+from colossal_hetero.balance.divide import BlockShape, Move, block_ports, column_traffic, divide
 from colossal_hetero.balance.plan import BalancePlan, Traffic, Volume
 from colossal_hetero.balance.pruning import SAMPLED_ROWS
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import Block
-from colossal_hetero.layers.transport import Transport
+from colossal_hetero.layers.transport import Pending, Started, Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.language_models import plan_of
@@ -106,9 +106,10 @@ def the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
     assert difference <= 1e-5
 
 
-def _sums_before_messages(seed: int, run: Trained) -> dict[int, list[int]]:
+def _sums_before_messages(seed: int, run: Trained, only_last: bool = False) -> dict[int, list[int]]:
     """For a plan in which ranks have a part in different buckets: for each other rank, how many all-reduces this rank
-    has launched before each message that it exchanges with that rank in a training iteration."""
+    has launched before each message that it exchanges with that rank in an iteration of the model, or of its last
+    block, in which messages are only counted."""
     rank, random = dist.get_rank(), Random(seed)
     transport, blocks = run.plugin.balancer.traffic, blocks_of(run)
     exchange, all_reduce = transport.exchange, dist.all_reduce
@@ -117,7 +118,7 @@ def _sums_before_messages(seed: int, run: Trained) -> dict[int, list[int]]:
     def log_and_exchange(sends: Any, receives: Any) -> Any:
         for other in {other for other, _ in (*sends, *receives)}:
             before.setdefault(other, []).append(sums[0])
-        return exchange(sends, receives)
+        return Started(Pending(()), Pending(())) if only_last else exchange(sends, receives)
 
     def log_and_sum(*arguments: Any, **options: Any) -> Any:
         sums[0] += 1
@@ -136,8 +137,11 @@ def _sums_before_messages(seed: int, run: Trained) -> dict[int, list[int]]:
         sums[0] = 0
         before.clear()
         units.begin_pass()
-        images, labels = batch(0)
-        loss_of(run.model(images), labels).backward()
+        if only_last:
+            run.model.unwrap().blocks[-1].mlp(torch.randn(BATCH, TOKENS, 36)).sum().backward()
+        else:
+            images, labels = batch(0)
+            loss_of(run.model(images), labels).backward()
         units.end_iteration()
         units.release(blocks)
     run.optimizer.zero_grad()
@@ -155,6 +159,16 @@ def all_ranks_launch_messages_and_sums_in_one_order() -> None:
                 messages += len(sums)
                 assert of_ranks[other][rank] == sums, (seed, rank, other)
     assert messages > 20
+
+
+@checks.on(3)
+def messages_of_blocks_that_do_not_run_are_received() -> None:
+    """Or the next iteration would compute with their weights from before the step."""
+    run = run_with()
+    for seed in range(4):
+        of_ranks = of_all_ranks(_sums_before_messages(seed, run, only_last=True))
+        for rank, other in ((0, 1), (0, 2), (1, 2)):
+            assert len(of_ranks[rank].get(other, ())) == len(of_ranks[other].get(rank, ())), (seed, rank, other)
 
 
 @checks.on(2)
@@ -202,7 +216,7 @@ def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> No
         if method == "block":
             blocks = blocks_of(run)
             moves = [divide(block.units, plan).moves for block in blocks]
-            shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in blocks]
+            shapes = [BlockShape(block.elements_per_unit, len(block.layers)) for block in blocks]
             ports = block_ports(shapes, moves, [0] * len(shapes), ranks, 4)
             assert [each["point_to_point"] for each in sent] == [port.sent for port in ports]
             assert all(port.sent.bytes > 0 for port in ports)
@@ -210,8 +224,8 @@ def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> No
         expected = Traffic()
         for layer in hetero_layers(run.model).values():
             outputs, columns = layer.matrix.shape
-            shape = LayerShape(outputs, columns, column_parallel=layer.is_column_parallel)
-            expected += column_traffic(shape, divide(columns, plan).moves, BATCH * TOKENS, 1, ranks, method, 4)
+            sizes = divide(columns, plan).moves, outputs, BATCH * TOKENS, 1, ranks, 4
+            expected += column_traffic(*sizes, column_parallel=layer.column_parallel, method=method)
         for name in ("point_to_point", "broadcast", "reduce"):
             total = sum((each[name] for each in sent), Volume())
             assert total == getattr(expected, name), f"{method}, {name}"

@@ -66,7 +66,7 @@ def ranks_whose_plans_become_different_stop_at_the_next_iteration() -> None:
     run = migrating_run("block", 1, tp_size=2)
     train(run, 1)
     if dist.get_rank() == 0:
-        run.plugin.balancer._plan = _other(run.plugin.balancer.plan)
+        run.plugin.balancer.plan = _other(run.plugin.balancer.plan)
     with (
         patch.object(Exchange, "check_same", lambda *_: None),
         pytest.raises(RuntimeError, match="have different balancing plans"),

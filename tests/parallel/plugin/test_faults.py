@@ -18,7 +18,7 @@ from torch import nn
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.common.ranks import is_lost_connection
-from colossal_hetero.data_parallel import out_of_memory
+from colossal_hetero.data_parallel import attach
 from tests.support import zero_runs
 from tests.support.harness import answer, errors_of_the_others, run_ranks, start_ranks
 from tests.support.limited import map_large_tensors
@@ -59,7 +59,7 @@ class LimitedNet(nn.Module):
         return Limited.apply(self.net(inputs))
 
 
-stored_outside = out_of_memory.stored_outside
+stored_outside = attach.stored_outside
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def noticed(model: nn.Module) -> Any:
 @unmeasured
 def train_on(failing: int, stages: tuple[int, ...] = (0, 1, 2), phase: str = "forward") -> Any:
     trained = []
-    with patch.object(out_of_memory, "stored_outside", noticed), patch.object(out_of_memory, "MIN_BYTES", 1):
+    with patch.object(attach, "stored_outside", noticed), patch.object(attach, "MIN_BYTES", 1):
         for stage in stages:
             Limited.phase = ""
             run = boosted(stage, LimitedNet(), division=[[3, 2], [1, 2]])
@@ -131,7 +131,7 @@ def train_within(room: int | None) -> torch.Tensor:
 def train_with_and_without_a_limit() -> None:
     map_large_tensors()
     expected = train_within(None)
-    with patch.object(out_of_memory.OutOfMemoryGuard, "_tell") as told:
+    with patch.object(attach.OutOfMemoryGuard, "_tell") as told:
         actual = train_within(20 << 20)
     assert [call.args for call in told.call_args_list] == [(8,)]
     assert torch.equal(actual, expected)

@@ -110,6 +110,8 @@ def test_damaged_indices_and_torn_checkpoints_are_noticed(folders: tuple[Path, P
     part.write_text(part.read_text().replace('"start":', '"start":1', 1))
     assert newest_step(local) == 10
     assert_loads(reader_of(local, shared, step=20))
+    (shared / STEP / BLOCK).unlink()
+    assert newest_step(shared) == 10
     manifest.unlink()
     assert newest_step(local) == 10
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 20; there are: 10; .*it has no manifest.json"):

@@ -136,8 +136,6 @@ def test_the_package_is_the_command() -> None:
     command = [sys.executable, "-m", "colossal_hetero", "plan", "--help"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("Usage: python -m colossal_hetero plan [OPTIONS] CLUSTER PROFILE")
-    titles = [line for line in found.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["What to train:", "Plans to try:", "Search:", "Output:", "Other options:"]
 
     # Commands list choices themselves, so that they start without importing the planner.
     choices = {option.name: option.type.choices for option in batches.params if hasattr(option.type, "choices")}

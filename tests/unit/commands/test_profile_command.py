@@ -51,7 +51,7 @@ def test_an_estimate_of_any_device(tmp_path: Path) -> None:
 
 
 PROFILE_REFUSES = [
-    ("", "for an estimate from the sizes of a GPT use colossal-hetero estimate"),
+    ("", "Missing option '--model'"),
     ("--model resnet", "'resnet' is not a model name; write for example timm:.* or hf:gpt2"),
     ("--model timm:vit_tiny", "timm has no model 'vit_tiny'; it has for example .*vit"),
     ("--model timm:vit_tiny_patch16_224 --set depht=2", "cannot be built with depht=2: .*depht"),
@@ -70,7 +70,7 @@ PROFILE_REFUSES = [
 ]
 SIZES = " ".join(GPT)
 ESTIMATE_REFUSES = [
-    ("--hidden 4", "--layers, --heads, --vocabulary are missing"),
+    ("--hidden 4", "Missing option '--layers'"),
     (SIZES, "no device to estimate for; name at least one kind"),
     (f"{SIZES} --device A100", "--device A100 is not known; valid: A100-40, .*, or A100=TFLOPS; did you mean A"),
     (f"{SIZES} --device T4 --efficiency 2", "efficiency=2.0"),

@@ -52,6 +52,25 @@ def test_a_signal_ends_the_ranks_and_removes_temporary_files(ranks_before: int, 
     assert os.listdir(tmp_path) == []
 
 
+ENDS_BEFORE_ITS_CHILD = """
+import os, time
+from colossal_hetero.common.launch import end_with_parent
+read, write = os.pipe()
+if os.fork():
+    os.read(read, 1)
+else:
+    end_with_parent()
+    os.write(write, b"1")
+    time.sleep(60)
+"""
+
+
+@on_linux
+def test_a_process_ends_with_its_parent() -> None:
+    """Nobody but the child holds the other end of its output."""
+    subprocess.run([sys.executable, "-c", ENDS_BEFORE_ITS_CHILD], stdout=subprocess.PIPE, timeout=30, check=True)
+
+
 def fail(message: str) -> None:
     raise ValueError(message)
 

@@ -17,7 +17,11 @@ import pytest
 import torch
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _Action
 
+from colossal_hetero import doctor
+from colossal_hetero.colossalai_support import gpu_over_gloo
+from colossal_hetero.data_parallel import busy_timer
 from colossal_hetero.elastic import rendezvous
+from colossal_hetero.profiling import local_collectives
 from tests.support.paths import REPOSITORY
 from tests.unit.contracts import reading
 from tests.unit.contracts.reading import definitions
@@ -128,6 +132,18 @@ def test_the_rendezvous_handles_every_action_of_torch() -> None:
     files = [path.name for path in PACKAGE.rglob("*.py") if "dynamic_rendezvous" in path.read_text(encoding="utf-8")]
     ends = {_Action.SYNC, _Action.FINISH, _Action.ERROR_CLOSED, _Action.ERROR_TIMEOUT}
     assert (files, set(_Action)) == (["rendezvous.py"], ends | set(rendezvous._CHANGES))
+
+
+def test_every_collective_of_training_is_replaced_and_watched() -> None:
+    """Under another name, one rank's trial would wait for the others, and waiting would count as work."""
+    callers = ("distributed.fsdp._runtime_utils", "distributed.fsdp._flat_param", "nn.modules._functions")
+    texts = [Path(resolve_name(f"torch.{caller}").__file__ or "").read_text(encoding="utf-8") for caller in callers]
+    kinds = "all_gather|all_reduce|broadcast|reduce_scatter|all_to_all"
+    called = {name for text in texts for name in re.findall(rf"\bdist\.((?:{kinds})\w*)\(", text)}
+    assert len(called) > 3
+    for known in (local_collectives._NAMES, busy_timer.COLLECTIVES, doctor.COLLECTIVES):
+        assert called <= set(known)
+    assert called - {"all_reduce", "broadcast"} <= set(gpu_over_gloo.OUTPUTS)  # Gloo has these two on GPUs
 
 
 def test_every_contract_is_used() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from colossal_hetero import BatchConfig
-from colossal_hetero.data_parallel import out_of_memory
+from colossal_hetero.data_parallel import attach
+from colossal_hetero.data_parallel.attach import OutOfMemoryGuard
 from colossal_hetero.data_parallel.batch_balancer import changes_in_words, divider_of, division_in_words
-from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard
 from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
 from colossal_hetero.planner.batches.closed_loop import Speed
@@ -77,8 +77,8 @@ def test_a_division_names_groups_of_equal_ranks() -> None:
 @pytest.fixture(autouse=True)
 def outside_of_any_group() -> Any:
     with (
-        patch.object(out_of_memory, "MIN_BYTES", 1),
-        patch.object(out_of_memory.dist, "get_rank", lambda: 1),
+        patch.object(attach, "MIN_BYTES", 1),
+        patch.object(attach.dist, "get_rank", lambda: 1),
     ):
         yield
 

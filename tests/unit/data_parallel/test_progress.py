@@ -14,7 +14,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from colossal_hetero.data_parallel.progress import LoopProgress, MicroBatch
-from colossal_hetero.data_parallel.tagged_tensor import TaggedTensor, micro_batches_of, tagged, untagged
+from colossal_hetero.data_parallel.tagged_tensor import (
+    TaggedTensor,
+    micro_batches_of,
+    share_of_samples,
+    tagged,
+    untagged,
+)
 
 
 def play(calls: str, parts: int = 2, global_batches: int = 2) -> LoopProgress:
@@ -132,6 +138,13 @@ class FrozenRecord:
 class Pair(NamedTuple):
     inputs: Tensor
     targets: Tensor
+
+
+def test_the_share_of_a_batch_is_known_by_shapes() -> None:
+    whole = MicroBatch(4, 8, 0, 0, False, shapes=((4, 3), (4,)))
+    inputs = tagged(torch.ones(4, 3), whole)
+    passed = (inputs, inputs[:1], [inputs[:1], inputs[:3]], inputs.sum(), inputs @ torch.ones(3, 2))
+    assert [share_of_samples(whole, each) for each in passed] == [1.0, 0.25, 0.75, 1.0, 1.0]
 
 
 def test_batches_of_all_types_know_their_micro_batch() -> None:

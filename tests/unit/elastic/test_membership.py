@@ -111,6 +111,7 @@ def test_what_a_member_that_joins_does_next() -> None:
         ([FIRST, SECOND], [NEW_1], [], 2, sync),
         ([FIRST], [], [], 1, sync),  # the world needs two
         ([FIRST, NEW_1], [], [], 1, done),
+        ([FIRST, NEW_1], [], [], 2, sync),  # a new member does not stand for a survivor
         ([NEW_1, NEW_2], [], [], 0, sync),  # nobody knows who else comes
         # A spare is waited for if there is a place.
         ([FIRST, SECOND], [], [NEW_1], 2, sync),

@@ -203,7 +203,7 @@ def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measure
             rank_record(0, 0.1, 0.1, wait_seconds=0.05, communication_seconds=0.05),
             rank_record(1, 0.15, 0.3, **(dict(resized=0.5, relative_score=1 / 3) | slow)),
         )
-        records.append(IterationRecord(number, ranks, exchanged=False, plan_changed=False, note=note))
+        records.append(IterationRecord(number, ranks, plan_changed=False, note=note))
     measurements.epoch([2.0] * iterations, 0.5, records)
     return measurements
 

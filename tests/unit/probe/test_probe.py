@@ -131,7 +131,7 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
         for speed, memory in zip(speeds, gigabytes, strict=True)
     ]
     links = [
-        MeasuredLink(ranks=(a, b), protocol="gloo", latency_seconds=1e-5, bytes_per_second=1e9 * (a + b))
+        MeasuredLink(ranks=(a, b), protocol="gloo", latency_seconds=1e-5 * (a + b), bytes_per_second=1e9 * (a + b))
         for a, b in itertools.combinations(range(4), 2)
     ]
     found, _ = make_topology(facts, links)
@@ -141,7 +141,7 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
     assert [device.kind.flops for device in found.devices] == 3 * [2e11] + [1e11]
     # What the processes of a kind use at most, rounded up to 10 MB.
     assert [device.kind.memory_reserve_bytes for device in found.devices] == 3 * [210_000_000] + [160_000_000]
-    assert found.nodes[0].inside == Channel("local", 3e9, 1e-5)
+    assert found.nodes[0].inside == Channel("local", 3e9, 3e-5)
     save_cluster(found, tmp_path / "cluster.toml")
     assert load_cluster(tmp_path / "cluster.toml") == found
 

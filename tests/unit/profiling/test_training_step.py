@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from colossal_hetero.profiling.loss_check import MAX_NOISE, kind_of_loss
-from colossal_hetero.profiling.loss_mean import Evidence, Pair, why_not_samples
+from colossal_hetero.profiling.loss_mean import ROUNDING, Evidence, Pair, _Comparison, why_not_samples
 from colossal_hetero.profiling.progress import Progress, ProgressDisplay
 from colossal_hetero.profiling.training_step import TrialRun, default_training_step
 
@@ -165,6 +165,20 @@ def test_pairs_show_a_mean_over_samples_or_another_one_or_nothing() -> None:
         found = why_not_samples([Evidence(), Evidence(tuple(pairs), leaves_out)])
         assert found == why if not why else found is not None and why in found, pairs
         assert why_not_samples([Evidence(tuple(pairs)), Evidence(is_random=True)]) is not None
+
+
+def test_samples_that_a_loader_changes_at_random_are_compared_all_the_same() -> None:
+    model = nn.Linear(2, 1)
+    run: Any = SimpleNamespace(
+        at_once=1,
+        drawn=range,
+        batch=lambda indices: torch.rand(len(indices), 2),
+        loss_of=lambda images: model(images).square().mean(),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        criterion=None,
+    )
+    assert why_not_samples([_Comparison(run, ROUNDING["fp32"]).evidence()]) is None
 
 
 losses = st.floats(1e-6, 1e6) | st.floats(-1e6, -1e-6)

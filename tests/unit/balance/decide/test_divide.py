@@ -125,7 +125,7 @@ def test_nothing_to_divide(units: int, grain: int) -> None:
 
 
 def test_a_port_waits_for_its_first_weights_and_for_all_gradients() -> None:
-    blocks = [BlockShape(units=8, elements_per_unit=10, layers=2)] * 3
+    blocks = [BlockShape(elements_per_unit=10, layers=2)] * 3
     # Rank 0 gives 3 units to rank 1 and 1 to rank 2, but in the first block only the latter.
     moves = [(Move(0, 2, 7, 8),), *[(Move(0, 1, 4, 7), Move(0, 2, 7, 8))] * 2]
     ports = block_ports(blocks, moves, [0, 0, 1], ranks=4, bytes_per_element=2)

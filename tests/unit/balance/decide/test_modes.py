@@ -25,7 +25,6 @@ from colossal_hetero.balance import (
     resize_ratios,
 )
 from colossal_hetero.balance.modes import (
-    KindProblem,
     LayerKind,
     UnitWork,
     decide_counts,
@@ -36,7 +35,7 @@ from colossal_hetero.balance.modes import (
     wants_resharding,
 )
 from colossal_hetero.balance.plan import fit_affine
-from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, moved_units, slowest_seconds
+from colossal_hetero.balance.ratios import KindProblem, Line, fastest_counts
 
 FREE, IDLE = Costs(), BalancePlan.idle(2)
 RESIZE, AUTO = BalanceConfig(mode="resize"), BalanceConfig(mode="auto")
@@ -270,38 +269,41 @@ def test_digests_tell_plans_apart() -> None:
 
 
 @st.composite
-def unit_problems(draw: st.DrawFn) -> tuple[UnitKind, list[Line], float]:
+def unit_problems(draw: st.DrawFn) -> KindProblem:
     """Each rank takes a fixed time and one per unit; units of other ranks take longer."""
     ranks = draw(st.integers(2, 4))
     units = draw(st.integers(1, 8 if ranks < 4 else 5))
-    kind = UnitKind(units, draw(st.integers(1, min(3, units))), draw(st.integers(0, units * (ranks - 1))))
+    grain, most = draw(st.integers(1, min(3, units))), draw(st.integers(0, units * (ranks - 1)))
     slopes = [draw(st.floats(0.5, 8.0)) for _ in range(ranks)]
     fixed, above = draw(st.floats(0, 3)), draw(st.floats(1.0, 1.5))
     lines = [Line(units, fixed + slope * units, slope, above * slope, units) for slope in slopes]
-    return kind, lines, draw(st.sampled_from([0.0, 0.05, 0.5, 5.0]))
+    return KindProblem(units, grain, most, lines, draw(st.sampled_from([0.0, 0.05, 0.5, 5.0])))
 
 
 @given(unit_problems())
-def test_no_division_is_faster(problem: tuple[UnitKind, list[Line], float]) -> None:
-    kind, lines, per_unit = problem
+def test_no_division_is_faster(kind: KindProblem) -> None:
+    lines, per_unit = kind.lines, kind.seconds_per_unit
+
+    def moved(counts: tuple[int, ...]) -> int:
+        return sum(max(0, kind.units - count) for count in counts)
 
     def seconds(counts: tuple[int, ...]) -> float:
-        return slowest_seconds(lines, counts) + per_unit * moved_units(kind, counts)
+        return max(line(count) for line, count in zip(lines, counts, strict=True)) + per_unit * moved(counts)
 
     steps = [count for count in range(1, kind.units + kind.max_taken + 1) if (count - kind.units) % kind.grain == 0]
     every = [counts for counts in product(steps, repeat=len(lines)) if sum(counts) == len(lines) * kind.units]
-    found = fastest_counts(kind, lines, per_unit)
+    found = fastest_counts(kind)
     assert found in every
     assert seconds(found) == pytest.approx(min(map(seconds, every)))
     # Of equally fast divisions it is one that moves the least.
     equal = [counts for counts in every if seconds(counts) <= seconds(found) * (1 + 1e-12)]
-    assert moved_units(kind, found) <= min(moved_units(kind, counts) for counts in equal) + kind.grain * (per_unit > 0)
+    assert moved(found) <= min(map(moved, equal)) + kind.grain * (per_unit > 0)
 
 
 def problem(units: int, slowdowns: tuple[float, ...], per_unit: float = 0.0) -> KindProblem:
     """A full share takes 1 s times the rank's slowdown."""
     lines = [Line(units, slowdown, slowdown / units, slowdown / units, units) for slowdown in slowdowns]
-    return KindProblem(UnitKind(units, 1, units), lines, per_unit)
+    return KindProblem(units, 1, units, lines, per_unit)
 
 
 def test_the_time_is_a_sum_over_blocks_of_the_slowest_rank() -> None:
@@ -374,26 +376,6 @@ def test_a_plan_has_whole_units_and_their_shares() -> None:
     assert not decide_units((2.0, 1.0), costs=dear).units and decide_units((2.0, 1.0), costs=dear, mode="migrate").units
     (moved, stays) = decide_units((1.0, 3.0), kinds=[KINDS[0], replace(KINDS[1], moves=False)], uncertainty=0.0).units
     assert moved != (8, 8) and stays == (64, 64)
-
-
-@pytest.mark.parametrize(
-    ("per_share", "fixed", "sends", "kept"),
-    [
-        (10**4, 0.0, [True], [64]),  # each share that is sent costs more than it saves
-        (0.0, 10**4, [True], [64]),  # and so does sending anything
-        (10**4, 10**4, [False], [25]),  # units that are moved once are sent at no cost
-        (0.0, 0.0, [True], [25]),
-        (10**4, 0.0, [False, True], [25, 64]),  # kinds that are sent in every iteration still cost what they do
-    ],
-)
-def test_units_that_are_moved_once_are_sent_at_no_cost(
-    per_share: float, fixed: float, sends: list[bool], kept: list[int]
-) -> None:
-    """How many of its 64 units of each kind rank 1 keeps, which takes four times as long for a unit."""
-    kinds = [LayerKind(64, 1, 1.0 / len(sends), sends=each) for each in sends]
-    costs = Costs(migrate_seconds_per_share=per_share, migrate_fixed_seconds=fixed)
-    plan = decide_units((1.0, 4.0), kinds=kinds, costs=costs, uncertainty=0.0)
-    assert ([counts[1] for counts in plan.units] or [64] * len(kinds)) == kept
 
 
 def relieving(*ranks: int, size: int = 4) -> BalancePlan:

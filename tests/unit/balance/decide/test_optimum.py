@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
@@ -112,6 +112,7 @@ def fine_grid(times: list[RankTimes], costs: Costs, cap: float) -> float:
 
 @examples(ordinary=15, thorough=30)
 @given(st.floats(1.01, 20), st.floats(0, 0.5), all_costs, caps)
+@example(5.0, 0.0, Costs(resize_fixed=0.25, resize_per_share=0.1), 0.9)
 def test_two_ranks_against_a_grid(slowdown: float, other: float, costs: Costs, cap: float) -> None:
     times = [RankTimes(1.0 + other, 1.0), RankTimes(slowdown + other, slowdown)]
     found = predicted_seconds(times, costs, optimal_plan(times, costs, cap))

@@ -63,16 +63,13 @@ STRETCHES = [("other", 2.0), ("matmul", 5.0), ("block", 4.0), ("matmul", 1.0), (
 """With a second of other work after them."""
 
 
-def test_parts_are_told_apart_with_and_without_details(device: FakeDevice, host: HostSeconds) -> None:
+def test_parts_are_told_apart(device: FakeDevice, host: HostSeconds) -> None:
     cpu, cuda = CpuClock(), CudaClock()
     iterate(cpu, host, device, STRETCHES)
-    for cuda.detailed in (False, True, False):
-        iterate(cuda, host, device, STRETCHES)
-    device.catch_up()  # all are read late, when the wish has long changed
-    found = [*cpu.read(), *cuda.read()]
-    assert len(found) == 4
-    for times in found:
-        assert times.matmul_seconds == pytest.approx(8.0) and times.block_seconds == pytest.approx(4.0)
+    iterate(cuda, host, device, STRETCHES)
+    device.catch_up()
+    for times in (*cpu.read(), *cuda.read()):
+        assert times.matmul_seconds == pytest.approx(12.0)
         assert times.communication_seconds == pytest.approx(3.0) and times.other_seconds == pytest.approx(3.0)
         assert times.work_seconds == pytest.approx(15.0)
 
@@ -128,7 +125,7 @@ def test_a_product_beside_a_collective_counts_as_measured_on_a_cpu(device: FakeD
     iterate(clock, host, device, OVERLAPPED)
     (times,) = clock.read()
     assert times.kinds[MLP].movable == 1 + 3 + 5 + 4
-    assert times.matmul_seconds == 3 + 5 + 4
+    assert times.matmul_seconds == 1 + 3 + 5 + 4
 
 
 INNER: list[tuple[str, float, bool]] = [
@@ -161,28 +158,21 @@ def run(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float, bool
     iterate(clock, HostSeconds(), device, [(part, 1e-3 * ms, MLP, inner) for part, ms, inner in parts], after=1e-3)
 
 
-def test_inner_parts_take_events_only_in_detailed_iterations(device: FakeDevice) -> None:
-    clock = CudaClock()
-    times, events = [], []
-    for clock.detailed in (True, False):
-        before = device.recorded
-        run(clock, device)
-        events.append(device.recorded - before)
-        device.catch_up()
-        times += clock.read()
-    detailed, merged = times
-    assert events == [len(INNER) + 2, sum(not inner for _, _, inner in INNER) + 2]
-    assert detailed.kinds[MLP].movable == pytest.approx((5 + 4.5 + 3 + 3 + 1 + 1 + 7) * 1e-3)
-    # The bias, and the end of the last block, are the only work whose time is not known without their events.
-    assert detailed.kinds[MLP].fixed == pytest.approx(1.0e-3)
-    assert merged.kinds[MLP].fixed == pytest.approx(0.5e-3)
-    assert merged.kinds[MLP].movable == pytest.approx(detailed.kinds[MLP].movable + 1e-3)
-    # A product beside a collective is taken to be as long as the one before: 3 instead of 5 ms.
-    assert merged.communication_seconds == pytest.approx(detailed.communication_seconds + 2.5e-3)
-    assert merged.work_seconds + 2.5e-3 == pytest.approx(detailed.work_seconds)
-    # The parts of a block are told apart as they were in the last detailed iteration.
-    share = detailed.block_seconds / (detailed.block_seconds + detailed.matmul_seconds)
-    assert merged.block_seconds == pytest.approx(share * (merged.block_seconds + merged.matmul_seconds))
+def test_inner_parts_take_no_events_on_a_gpu(device: FakeDevice, host: HostSeconds) -> None:
+    cpu, gpu = CpuClock(), CudaClock()
+    before = device.recorded
+    for clock in (cpu, gpu):
+        iterate(clock, host, device, [(part, ms, MLP, inner) for part, ms, inner in INNER])
+    assert device.recorded - before == sum(not inner for _, _, inner in INNER) + 2
+    device.catch_up()
+    (all_parts,), (merged,) = cpu.read(), gpu.read()
+    # The bias, and the end of the last block, are the only work whose time is not known without their events. A product
+    # beside a collective is taken to be as long as the one before: 3 instead of 5 ms.
+    assert all_parts.kinds[MLP].movable == pytest.approx(5 + 4.5 + 3 + 5 + 1 + 1 + 7)
+    assert merged.kinds[MLP].movable == pytest.approx(all_parts.kinds[MLP].movable - 2 + 1)
+    assert all_parts.kinds[MLP].fixed == pytest.approx(1.0) and merged.kinds[MLP].fixed == pytest.approx(0.5)
+    assert merged.communication_seconds == pytest.approx(all_parts.communication_seconds + 2.5)
+    assert merged.work_seconds + 2.5 == pytest.approx(all_parts.work_seconds)
 
 
 def test_events_are_read_in_slices_while_there_is_time(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalanceConfig, BalancePlan
 from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
 from colossal_hetero.balance.plan import RankTimes
-from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
+from colossal_hetero.balance.ratios import KindProblem, Line, fastest_counts
 from colossal_hetero.balance.work_times import MAX_PATIENCE, MAX_SLOPE, MIN_SLOPE, RELAX_AFTER, Damping, WorkLine
 from tests.support.random_examples import IS_THOROUGH, examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
@@ -71,9 +71,10 @@ def test_a_constant_straggler_ends_within_two_percent_of_the_best_division(ranks
         group.run([slowdown] * 150, slow)
         slopes = [0.7 * (slowdown if rank == slow else 1.0) / UNITS for rank in range(ranks)]
         lines = [Line(UNITS, OTHER + UNITS * slope, slope, received * slope, UNITS) for slope in slopes]
-        best = fastest_counts(UnitKind(UNITS, 1, UNITS * (ranks - 1)), lines)
+        problem = KindProblem(UNITS, 1, UNITS * (ranks - 1), lines)
+        best = fastest_counts(problem)
         counts = [round(group.load(rank) * UNITS) for rank in range(ranks)]
-        assert slowest_seconds(lines, counts) <= 1.02 * slowest_seconds(lines, best), f"{counts}, not {best}"
+        assert problem.seconds(counts) <= 1.02 * problem.seconds(best), f"{counts}, not {best}"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance.latest import SETTLED_AFTER, ChangeTeller, plan_in_words
+from colossal_hetero.balance.latest import SETTLED_AFTER, ChangeTeller, LatestIterations, plan_in_words
 from colossal_hetero.balance.plan import BalancePlan, RankTimes
 from colossal_hetero.balance.report import (
     BalanceReport,
@@ -24,7 +26,7 @@ from colossal_hetero.balance.report import (
 
 
 def local(iteration: int = 0, work: float = 1.0, matmul: float = 0.5, **others: Any) -> LocalRecord:
-    usual = dict(communication_seconds=0.1, resized=0.0, exchanged=False, plan_changed=False)
+    usual = dict(communication_seconds=0.1, resized=0.0, plan_changed=False)
     usual |= dict(equal_work_seconds=work, equal_matmul_seconds=matmul)
     return LocalRecord(iteration=iteration, work_seconds=work, matmul_seconds=matmul, **(usual | others))
 
@@ -63,12 +65,12 @@ def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
 
 
 def test_what_any_group_did_or_noted_is_kept() -> None:
-    flags = [(False, False, ""), (True, False, ""), (True, True, "too slow"), (False, False, "")]
-    per_rank = [[local(exchanged=e, plan_changed=c, note=n)] for e, c, n in flags]
-    (record,) = merge_records(per_rank, [[0, 3], [1, 2]])
-    assert (record.exchanged, record.plan_changed, record.note) == (True, True, "too slow")
-    (record,) = merge_records([per_rank[0], per_rank[3]], [[0, 1]])
-    assert (record.exchanged, record.plan_changed, record.note) == (False, False, "")
+    flags = [(False, ""), (True, "too slow"), (False, "")]
+    per_rank = [[local(plan_changed=changed, note=note)] for changed, note in flags]
+    (record,) = merge_records(per_rank, [[0, 2], [1]])
+    assert (record.plan_changed, record.note) == (True, "too slow")
+    (record,) = merge_records([per_rank[0], per_rank[2]], [[0, 1]])
+    assert (record.plan_changed, record.note) == (False, "")
 
 
 seconds = st.floats(0.01, 100)
@@ -143,6 +145,20 @@ RANKS = (4, 5, 6)
 IDLE, PRUNING = BalancePlan.idle(3), BalancePlan.resizing((0.0, 0.5, 0.0))
 WORDS = "rank 5 takes 6.1 times as long as the fastest for the same layers: 68% of its work now runs on ranks 4, 6"
 FASTER, SLOWER = "; iteration 2.000 s → 1.000 s", "; iteration 1.000 s → 2.000 s"
+
+
+def test_the_latest_medians_are_those_of_one_plan() -> None:
+    """Also if the times of an iteration with the plan before become known later."""
+    latest = LatestIterations(Mock(size=lambda: 1, rank=lambda: 0), [[0]], interval=4)
+    for iteration in range(3):
+        latest.add(local(iteration, work=9.0))
+    latest.plan_changed(3)
+    for iteration, work in ((3, 9.0), (4, 2.0)):
+        latest.add(local(iteration, work=work))
+    with patch.object(dist, "all_reduce"):
+        latest.end_iteration(8)
+    found = latest.report()
+    assert found is not None and (found.ranks[0].work_seconds, found.iterations, found.changes) == (2.0, 1, 1)
 
 
 def migrating(share: float) -> BalancePlan:
