@@ -8,7 +8,8 @@ help:
 	@echo "make install   make .venv and install into it; then activate it: . .venv/bin/activate"
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
-	@echo "make pipeline  train in a pipeline on two ranks, one slowed, with equal and fitted stages; then replicas of three"
+	@echo "make pipeline  train in a pipeline on two ranks, one slowed, with equal and fitted stages; then replicas of three;"
+	@echo "               then with a rank that becomes slow in mid-run, and the layers that leave it: runs/pipeline.png"
 	@echo "make elastic   train on four nodes of this machine, of which one is killed and another joins"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
 	@echo "make gpu       measure everything on a GPU, and write benchmarks/gpu/RESULTS.md"
@@ -38,6 +39,8 @@ zero: install
 pipeline: install
 	$(BIN)/python examples/pipeline/train.py
 	$(BIN)/python examples/pipeline/train.py --nproc 3 --straggler 1:3,2:3 --way replicas --epochs 2 --micro-batch 4
+	@mkdir -p runs
+	$(BIN)/python examples/pipeline/follow.py --plot runs/pipeline.png
 
 elastic: install
 	@mkdir -p runs

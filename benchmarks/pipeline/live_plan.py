@@ -46,7 +46,7 @@ SHARE = 1.7
 """Cores that the ranks have together without a slow one, of two."""
 CANDIDATES = 4
 """Fixed splits that are tried for each quota."""
-PERIOD_US = 4_000
+PERIOD_US = 8_000
 """Period of the quotas: short against a pass, as a slower device would be."""
 SETTLE = 24
 """Iterations of the run that follows after each change of the quotas."""
