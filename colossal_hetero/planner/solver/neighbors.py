@@ -7,8 +7,9 @@ devices. Pipelines that are cut alike stay so: their slots are exchanged. Others
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,10 +19,13 @@ from ..cost.placement import Place
 from ..cost.ranked_plan import ranking_seconds
 from ..stages.fixed_order import all_bounds
 from .pipeline_bounds import PipelineBounds
-from .starts import starting_rows
+from .starts import SMALL, starting_rows
 
 LEAST_GAIN = 1e-9
 """Relative gain of a change, above rounding."""
+
+_Neighbors = Callable[..., Iterator[tuple[Rows, bool]]]
+"""Rows near a draft, and True for those whose stages keep their order."""
 
 
 class Neighborhood:
@@ -48,17 +52,19 @@ class Neighborhood:
         self._type = {place: (place[0], builder.node(pool, place)) for place in pool.places}
         """Kind and node of each slot: slots of one type are interchangeable."""
         self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+        self._ends: dict[object, Draft] = {}
+        """Where a climb ends, by the neighbors and the slots that it went on from."""
 
-    def starts(self, pipelines: int, stages: int) -> list[Draft]:
-        """The three fastest of some ways to give out the slots to equal pipelines, as far as they fit in memory."""
+    def starts(self, pipelines: int, stages: int, most: int = 3) -> list[Draft]:
+        """The fastest of some ways to give out the slots to equal pipelines, ``most`` of those that fit in memory."""
         found: list[Draft] = []
         seen = set()
         for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
             look = self._placed.look(rows)
             if look not in seen:
                 seen.add(look)
-                draft = self._placed.best(rows, found[2].seconds if len(found) > 2 else float("inf"))
-                found = sorted([*found, *([draft] if draft else [])], key=lambda each: each.seconds)[:3]
+                draft = self._placed.best(rows, found[-1].seconds if len(found) == most else float("inf"))
+                found = sorted([*found, *([draft] if draft else [])], key=lambda each: each.seconds)[:most]
         return found
 
     def improved(self, draft: Draft, most: int, *, equal: bool) -> Draft:
@@ -66,54 +72,54 @@ class Neighborhood:
         if not equal:
             # First the same slots, with cuts and micro-batches of each pipeline.
             loose = self._better(draft, tuple(map(tuple, draft.rows)), True) or draft
-            moved = self._climbed(loose, most, Neighborhood._moved, Neighborhood._better)
-            return self._climbed(moved, most, Neighborhood._reordered, Neighborhood._better)
-        best = self._climbed(draft, most, Neighborhood._exchanged, Neighborhood._better_equal)
-        if best is not draft and self._cuts_stay(best):
-            again = self.builder.build_placed(best.pool, best.rows, symmetric=True)
-            best = again if isinstance(again, Draft) and again.seconds < best.seconds else best
-        return best
+            moved = self._climbed(loose, most, Neighborhood._moved)
+            return self._climbed(moved, most, Neighborhood._reordered)
+        return self._climbed(draft, most, Neighborhood._exchanged)
 
-    def perturbed(self, draft: Draft, most: int, starts: int, near: float) -> Draft:
-        """``draft``, or a faster one that is reached from one of the best slower drafts with another number of slots or
-        pipelines, each ``near`` times as slow at most."""
-        shape = len(draft.rows), sum(map(len, draft.rows))
-        seen, found = {self._placed.look(tuple(map(tuple, draft.rows)))}, []
-        for rows, in_order in itertools.islice(self._moved(draft, near), most):
-            if (len(rows), sum(map(len, rows))) != shape and (look := self._placed.look(rows)) not in seen:
-                seen.add(look)
-                slower = self._of(len(rows))._better(draft, rows, in_order, near)
-                found += [slower] if slower is not None else []
-        best = draft
-        for start in sorted(found, key=lambda each: each.ranking_seconds)[:starts]:
-            climbed = self._of(len(start.rows))._climbed(start, most, Neighborhood._moved, Neighborhood._better)
-            best = min(best, climbed, key=lambda each: each.ranking_seconds)
-        return best
+    def perturbed(self, draft: Draft, most: int, starts: int, near: float, *, equal: bool) -> Draft:
+        """``draft``, or a faster one that is reached from one of its best slower neighbors, each at most ``near`` times
+        as slow: of equal pipelines, or of any."""
+        neighbors = Neighborhood._exchanged if equal else Neighborhood._moved
+        slower = self._better_ones(draft, most, neighbors, {self._placed.look(tuple(map(tuple, draft.rows)))}, near)
+        ends = [
+            self._of(len(start.rows)).improved(start, most, equal=equal)
+            for start in sorted(slower, key=lambda each: each.ranking_seconds)[:starts]
+        ]
+        return min([draft, *ends], key=lambda each: each.ranking_seconds)
 
-    def _climbed(
-        self,
-        draft: Draft,
-        most: int,
-        neighbors: Callable[[Neighborhood, Draft], Iterator[tuple[Rows, bool]]],
-        better: Callable[[Neighborhood, Draft, Rows, bool], Draft | None],
-    ) -> Draft:
-        """The last of drafts of which each is the first better one among ``most`` neighbors of the one before."""
+    def _climbed(self, draft: Draft, most: int, neighbors: _Neighbors) -> Draft:
+        """The last of drafts of which each is the first better one among ``most`` neighbors of the one before. Ends
+        where an earlier one went on from the same slots."""
         seen: set[object] = set()
+        passed: list[object] = []
         found: Draft | None = draft
         while found is not None:
-            draft, found, tried = found, None, 0
-            for rows, in_order in neighbors(self._of(len(draft.rows)), draft):
-                look = self._placed.look(rows)
-                if look in seen:
-                    continue
-                if tried >= most:
-                    break
-                seen.add(look)
-                tried += 1
-                found = better(self._of(len(rows)), draft, rows, in_order)
-                if found is not None:
-                    break
+            draft = found
+            at = neighbors, self._placed.look(tuple(map(tuple, draft.rows)))
+            if at in self._ends:
+                draft = min(draft, self._ends[at], key=lambda each: each.ranking_seconds)
+                break
+            passed.append(at)
+            found = next(self._better_ones(draft, most, neighbors, seen), None)
+        self._ends |= dict.fromkeys(passed, draft)
         return draft
+
+    def _better_ones(
+        self, draft: Draft, most: int, neighbors: _Neighbors, seen: set[object], factor: float = 1.0
+    ) -> Iterator[Draft]:
+        """Those of ``most`` neighbors that were not ``seen`` that take less than ``factor`` times as long."""
+        for rows, in_order in neighbors(self._of(len(draft.rows)), draft, factor):
+            look, near = self._placed.look(rows), self._of(len(rows))
+            if look in seen:
+                continue
+            if not most:
+                break
+            most -= 1
+            seen.add(look)
+            better = near._better_equal if neighbors is Neighborhood._exchanged else near._better
+            found = better(draft, rows, in_order, factor)
+            if found is not None:
+                yield found
 
     def _of(self, pipelines: int) -> Neighborhood:
         return self if self.pool.allows(pipelines) else self._others(pipelines)
@@ -121,28 +127,37 @@ class Neighborhood:
     # Equal pipelines ------------------------------------------------------------------------------------------------
 
     def _cuts_stay(self, draft: Draft) -> bool:
-        """True if there are too many cuts to try them all; exchanges keep them then."""
+        """True if there are too many cuts to try them all; neighbors are compared with the present ones then."""
         bounds = draft.bounds[0]
         return not self.builder.chooses_cuts or all_bounds(bounds[-1], len(bounds) - 1) is None
 
-    def _better_equal(self, draft: Draft, rows: Rows, in_order: bool) -> Draft | None:
-        below = draft.seconds * (1 - LEAST_GAIN)
-        if not self._cuts_stay(draft):
+    def _better_equal(self, draft: Draft, rows: Rows, in_order: bool, factor: float = 1.0) -> Draft | None:
+        below, bounds = draft.seconds * factor * (1 - LEAST_GAIN), draft.bounds[0]
+        # Of few stages there are few orders, and each may get the best cuts.
+        few = math.comb(len(rows[0]), 2) <= SMALL or not self.builder.chooses_cuts
+        if not self._cuts_stay(draft) or (in_order and few):
             return self._placed.best(rows, below)
         if in_order:
-            pipelines_below = below - self._placed.sums(len(rows))
-            found = self.builder.build_placed(self.pool, rows, symmetric=True, in_order=True, below=pipelines_below)
-        else:
-            found = self.builder.build_cut(self.pool, rows, draft.bounds, draft.micro_batches, below)
-        return found if isinstance(found, Draft) and found.seconds < below else None
+            blocks = np.diff(bounds).tolist()
+            held = {place: number for row in draft.rows for place, number in zip(row, blocks, strict=True)}
+            bounds = (0, *itertools.accumulate(held[place] for place in rows[0]))
+        cut = [bounds] * len(rows), draft.micro_batches
+        found = self.builder.build_cut(self.pool, rows, *cut, below, must_fit=False)
+        if not isinstance(found, Draft) or not found.seconds < below:
+            return None
+        again = self._placed.best(rows, found.seconds)
+        return again or (found if all(cost.fits for cost in found.costs) else None)
 
-    def _exchanged(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
-        """Rows with other orders of the stages in all pipelines, and then after each exchange of two slots, those of
-        the slowest pipeline first. True for orders: blocks go with their stages."""
-        for order in _orders(len(draft.rows[0])):
-            yield tuple(tuple([row[at] for at in order]) for row in draft.rows), True
-        order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
-        rows = [tuple(draft.rows[number]) for number in order]
+    def _exchanged(self, draft: Draft, _: float) -> Iterator[tuple[Rows, bool]]:
+        """Rows with another order of the stages in all pipelines; after an exchange of slots of two nodes; and after an
+        exchange of two slots, those of the slowest pipeline first. True for orders: blocks go with their stages."""
+        rows = _slowest_first(draft)
+        for order in _orders(len(rows[0])):
+            yield tuple(tuple(row[at] for at in order) for row in rows), True
+        for swap in itertools.chain(self._swaps_of_nodes(rows), self._swaps(rows)):
+            yield _swapped(rows, swap), False
+
+    def _swaps(self, rows: Rows) -> Iterator[dict[Place, Place]]:
         free = self._free([place for row in rows for place in row])
         # Of pipelines that are alike, two are enough: one of them, and one whose slots it gets.
         alike: Counter[object] = Counter()
@@ -154,7 +169,21 @@ class Neighborhood:
                 used += row
         for one, other in itertools.chain(itertools.combinations(used, 2), itertools.product(used, free)):
             if self._type[one] != self._type[other]:
-                yield _swapped(rows, one, other), False
+                yield {one: other, other: one}
+
+    def _swaps_of_nodes(self, rows: Rows) -> Iterator[dict[Place, Place]]:
+        """Two or more slots of a node in a stage, and slots of another node in another stage or free: one by one, they
+        do not leave the sum of gradients of the stage, which is as slow as the slowest node."""
+        slots: dict[tuple[int, int], list[Place]] = {}
+        for row in rows:
+            for stage, place in enumerate(row):
+                slots.setdefault((stage, self._type[place][1]), []).append(place)
+        for place in sorted(self._type.keys() - set(itertools.chain.from_iterable(rows))):
+            slots.setdefault((-1, self._type[place][1]), []).append(place)
+        for ((stage, node), ones), ((further, other), others) in itertools.combinations(slots.items(), 2):
+            if stage != further and node != other and min(len(ones), len(others)) > 1:
+                pairs = list(zip(ones, others, strict=False))
+                yield dict([*pairs, *(pair[::-1] for pair in pairs)])
 
     def _free(self, used: Sequence[Place]) -> list[Place]:
         """One slot of each type that is not used."""
@@ -174,7 +203,7 @@ class Neighborhood:
         found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below)
         return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
 
-    def _moved(self, draft: Draft, factor: float = 1.0) -> Iterator[tuple[Rows, bool]]:
+    def _moved(self, draft: Draft, factor: float) -> Iterator[tuple[Rows, bool]]:
         """Rows after each change that is allowed and may be faster."""
         ranking = draft.ranking_seconds * factor
         for rows in self._changed(draft):
@@ -191,20 +220,16 @@ class Neighborhood:
             if self.pool.total_micro_batches / power < ranking:
                 yield tuple(sorted(tuple(sorted(row)) for row in rows)), False
 
-    def _reordered(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
+    def _reordered(self, draft: Draft, _: float) -> Iterator[tuple[Rows, bool]]:
         """Rows with other orders of the stages of one pipeline, the slowest first; one of those that are alike."""
-        rows = tuple(map(tuple, draft.rows))
-        order = sorted(range(len(rows)), key=lambda number: -draft.costs[number].seconds)
-        for at in _first_of_each([self._placed.look((rows[number],)) for number in order]):
-            row = rows[order[at]]
-            for places in _orders(len(row)):
-                changed = tuple([row[place] for place in places])
-                yield (*rows[: order[at]], changed, *rows[order[at] + 1 :]), True
+        rows = _slowest_first(draft)
+        for at in _first_of_each([self._placed.look((row,)) for row in rows]):
+            for places in _orders(len(rows[at])):
+                yield (*rows[:at], tuple([rows[at][place] for place in places]), *rows[at + 1 :]), True
 
     def _changed(self, draft: Draft) -> Iterator[Rows]:
         """Rows after each change, the slowest pipeline first; one of those that differ only by slots of one type."""
-        order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
-        rows = tuple(tuple(draft.rows[number]) for number in order)
+        rows = _slowest_first(draft)
         free = self._free([place for row in rows for place in row])
         alike = [tuple(sorted([self._type[place] for place in row])) for row in rows]
         for source in _first_of_each(alike):
@@ -223,7 +248,7 @@ class Neighborhood:
             for at in _first_of_each(alike):
                 yield (*rows[:at], (*rows[at], taken), *rows[at + 1 :])
         for one, other in self._pairs(rows, alike, free):
-            yield _swapped(rows, one, other)
+            yield _swapped(rows, {one: other, other: one})
         pairs = list(itertools.combinations(range(len(rows)), 2))
         for pair in _first_of_each([tuple(sorted((alike[first], alike[second]))) for first, second in pairs]):
             first, second = pairs[pair]
@@ -273,8 +298,12 @@ class Neighborhood:
         return self._options[kinds]
 
 
-def _swapped(rows: Sequence[Sequence[Place]], one: Place, other: Place) -> Rows:
-    swap = {one: other, other: one}
+def _slowest_first(draft: Draft) -> Rows:
+    order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
+    return tuple(tuple(draft.rows[number]) for number in order)
+
+
+def _swapped(rows: Rows, swap: Mapping[Place, Place]) -> Rows:
     return tuple(tuple(swap.get(place, place) for place in row) for row in rows)
 
 
