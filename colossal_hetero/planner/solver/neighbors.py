@@ -51,7 +51,6 @@ class Neighborhood:
         self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
         self._type = {place: (place[0], builder.node(pool, place)) for place in pool.places}
         """Kind and node of each slot: slots of one type are interchangeable."""
-        self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
         self._ends: dict[object, Draft] = {}
         """Where a climb ends, by the neighbors and the slots that it went on from."""
 
@@ -198,7 +197,8 @@ class Neighborhood:
         ranking, may_be_equal = draft.ranking_seconds * factor, len(set(map(len, rows))) == 1
         below = ranking / ranking_seconds(1.0, equal=may_be_equal, plain=self.pool.pipelines is None)
         below -= self._placed.sums(len(rows))
-        if not self._may_take_less(rows, below):
+        kinds = Counter(tuple(sorted([kind for kind, _ in row])) for row in rows)
+        if not self._bounds.may_run(kinds, self.pool.total_micro_batches, below):
             return None
         found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below)
         return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
@@ -270,32 +270,6 @@ class Neighborhood:
         for at in _first_of_each(alike):
             for one in {self._type[place]: place for place in rows[at]}.values():
                 yield from ((one, other) for other in free if self._type[one] != self._type[other])
-
-    def _may_take_less(self, rows: Rows, seconds: float) -> bool:
-        """True if pipelines of these slots may run all micro-batches in so many seconds."""
-        run = 0
-        for kinds, pipelines in Counter(tuple(sorted([kind for kind, _ in row])) for row in rows).items():
-            most = max(
-                (int((seconds - first) / further * (1 + LEAST_GAIN) + LEAST_GAIN) + 1 if first <= seconds else 0)
-                for first, further in self._options_of(kinds)
-            )
-            if not most:
-                return False
-            run += pipelines * most
-        return run >= self.pool.total_micro_batches
-
-    def _options_of(self, kinds: tuple[int, ...]) -> Sequence[tuple[float, float]]:
-        """:meth:`.PipelineBounds.options` of these kinds; also computes those that differ by a slot, needed next."""
-        if kinds not in self._options:
-            number = len(self.pool.kinds)
-            counts, unit = np.bincount(kinds, minlength=number), np.eye(number + 1, number, dtype=np.int64)
-            near = (counts + unit[:, None] - unit[None, :]).reshape(-1, number)
-            near = near[(near >= 0).all(axis=1) & (near.sum(axis=1) >= 1) & (near.sum(axis=1) <= self._bounds.blocks)]
-            first, further = self._bounds.options(near)
-            for row, each in enumerate(near.tolist()):
-                named = tuple(itertools.chain.from_iterable([kind] * count for kind, count in enumerate(each)))
-                self._options[named] = list(zip(first[:, row].tolist(), further[:, row].tolist(), strict=True))
-        return self._options[kinds]
 
 
 def _slowest_first(draft: Draft) -> Rows:
