@@ -154,10 +154,9 @@ class PipelineBounds:
         in ascending order, at most as many slots as blocks."""
         run = 0
         for kinds, number in pipelines.items():
-            most = max(
-                (int((seconds - first) / further * (1 + ROUNDING) + ROUNDING) + 1 if first <= seconds else 0)
-                for first, further in self._options_of(kinds)
-            )
+            options = [each for each in self._options_of(kinds) if each[0] <= seconds and each[0] < np.inf]
+            rest = [min((seconds - first) / further, micro_batches) for first, further in options]
+            most = max((int(each * (1 + ROUNDING) + ROUNDING) + 1 for each in rest), default=0)
             if not most:
                 return False
             run += number * most

@@ -23,7 +23,7 @@ from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
 from .pipeline_bounds import PipelineBounds
 from .problem import Problem
-from .starts import MAX_ROWS, SMALL, EqualRows, Shape, UnequalGroups, shapes
+from .starts import MAX_ROWS, SMALL, EqualRows, UnequalGroups, shapes
 
 MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
@@ -89,9 +89,7 @@ class PlanSearch:
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
-        return sorted(
-            (draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.ranking_seconds
-        )
+        return sorted(filter(self._allowed, self.drafts.values()), key=lambda draft: draft.ranking_seconds)
 
     @property
     def _below(self) -> float:
@@ -166,8 +164,6 @@ class PlanSearch:
         for each in sorted(groups_of, key=lambda each: each.expected_seconds)[:MAX_ROWS]:
             if not each.expected_seconds < self._unequal_below:
                 break
-            if self.all_devices and each.pool.devices < len(self.topology.devices):
-                continue
             # Of few slots, near plans are starts, and are shown beside the best one.
             near = self._near if each.pool.slots <= SMALL else 1.0
             for groups in each.candidates(self.problem.stages, near * self._unequal_below):
@@ -196,9 +192,10 @@ class PlanSearch:
             return
         world, most = len(self.topology.devices), max(self._limit(IMPROVED) // 4, 1)
         worth = {
-            (self.pools[shape.pool], shape.pipelines, shape.stages): shape.seconds
-            for shape in shapes(self.pools, self.bounds, self.problem.stages)
-            if shape.seconds < self._below and (not self.all_devices or self._devices(shape) == world)
+            (pool, pipelines, stages): seconds
+            for seconds, number, pipelines, stages in shapes(self.pools, self.bounds, self.problem.stages)
+            for pool in [self.pools[number]]
+            if seconds < self._below and (not self.all_devices or pipelines * stages * pool.tensor_parallel == world)
         }
         for pool, *form in list(worth)[: self._limit(STARTED)]:
             for number, draft in enumerate(self._neighborhood(pool).starts(*form, most)):
@@ -231,8 +228,8 @@ class PlanSearch:
             for draft in [each for each in near if each not in done]:
                 done.add(draft)
                 for equal in [True] * draft.is_equal + [False] * self.problem.unequal:
-                    near_it = self._neighborhood(draft.pool)
-                    better = near_it.perturbed(draft, self._limit(NEIGHBORS), starts, NEAR_KNOWN, equal=equal)
+                    perturbed = self._neighborhood(draft.pool).perturbed
+                    better = perturbed(draft, self._limit(NEIGHBORS), starts, NEAR_KNOWN, equal=equal)
                     self._add(("perturbed", len(self.drafts)), better)
 
     def _best_of_forms(self, most: int, near: float) -> list[Draft]:
@@ -272,9 +269,6 @@ class PlanSearch:
 
     def _device_kinds(self) -> frozenset[str]:
         return frozenset(kind.device for pool in self.pools for kind in pool.kinds)
-
-    def _devices(self, shape: Shape) -> int:
-        return shape.pipelines * shape.stages * self.pools[shape.pool].tensor_parallel
 
     @property
     def _has_one_type(self) -> bool:
