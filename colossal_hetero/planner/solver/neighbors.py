@@ -46,7 +46,6 @@ class Neighborhood:
         self._bounds = bounds
         self._stages = None if stages is None else frozenset(stages)
         self._all_slots = all_slots
-        self._least_pipelines = 1 if pool.pipelines is None else 2
         self._placed = placed
         self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
         self._type = {place: (place[0], builder.node(pool, place)) for place in pool.places}
@@ -125,23 +124,19 @@ class Neighborhood:
 
     # Equal pipelines ------------------------------------------------------------------------------------------------
 
-    def _cuts_stay(self, draft: Draft) -> bool:
-        """True if there are too many cuts to try them all; neighbors are compared with the present ones then."""
-        bounds = draft.bounds[0]
-        return not self.builder.chooses_cuts or all_bounds(bounds[-1], len(bounds) - 1) is None
-
     def _better_equal(self, draft: Draft, rows: Rows, in_order: bool, factor: float = 1.0) -> Draft | None:
-        below, bounds = draft.seconds * factor * (1 - LEAST_GAIN), draft.bounds[0]
-        # Of few stages there are few orders, and each may get the best cuts.
-        few = math.comb(len(rows[0]), 2) <= SMALL or not self.builder.chooses_cuts
-        if not self._cuts_stay(draft) or (in_order and few):
+        below, bounds, stages = draft.seconds * factor * (1 - LEAST_GAIN), draft.bounds[0], len(rows[0])
+        chooses = self.builder.chooses_cuts
+        # With too many cuts to try them all, neighbors keep the present one, except for orders of a few stages.
+        few = not chooses or math.comb(stages, 2) <= SMALL
+        if (in_order and few) or (chooses and all_bounds(bounds[-1], stages) is not None):
             return self._placed.best(rows, below)
         if in_order:
             blocks = np.diff(bounds).tolist()
             held = {place: number for row in draft.rows for place, number in zip(row, blocks, strict=True)}
             bounds = (0, *itertools.accumulate(held[place] for place in rows[0]))
-        cut = [bounds] * len(rows), draft.micro_batches
-        found = self.builder.build_cut(self.pool, rows, *cut, below, must_fit=False)
+        cuts = [bounds] * len(rows)
+        found = self.builder.build_cut(self.pool, rows, cuts, draft.micro_batches, below, must_fit=False)
         if not isinstance(found, Draft) or not found.seconds < below:
             return None
         again = self._placed.best(rows, found.seconds)
@@ -208,7 +203,7 @@ class Neighborhood:
         ranking = draft.ranking_seconds * factor
         for rows in self._changed(draft):
             lengths = [len(row) for row in rows]
-            if len(rows) < self._least_pipelines or max(lengths) > self._bounds.blocks:
+            if len(rows) < (1 if self.pool.pipelines is None else 2) or max(lengths) > self._bounds.blocks:
                 continue
             if self._all_slots and sum(lengths) < len(self._type):
                 continue
