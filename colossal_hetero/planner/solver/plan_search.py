@@ -197,20 +197,20 @@ class PlanSearch:
             for pool in [self.pools[number]]
             if seconds < self._below and (not self.all_devices or pipelines * stages * pool.tensor_parallel == world)
         }
-        for pool, *form in list(worth)[: self._limit(STARTED)]:
-            for number, draft in enumerate(self._neighborhood(pool).starts(*form, most)):
-                self._add(("start", pool, *form, number), draft)
+        for pool, pipelines, stages in list(worth)[: self._limit(STARTED)]:
+            for number, draft in enumerate(self._neighborhood(pool).starts(pipelines, stages, most)):
+                self._add(("start", pool, pipelines, stages, number), draft)
         equal = [each for each in self.found() if each.is_equal and _shape(each) in worth]
         for starts in _by_form(equal, by_size=False)[: self._limit(IMPROVED)]:
-            pool, *form = _shape(starts[0])
+            pool, pipelines, stages = _shape(starts[0])
             for number, start in enumerate(each for each in starts[:most] if each.seconds <= self._near * self._below):
                 if worth[_shape(start)] < self._below:
                     draft = self._neighborhood(pool).improved(start, self._limit(NEIGHBORS), equal=True)
-                    self._add(("exchanged", pool, *form, number), draft)
+                    self._add(("exchanged", pool, pipelines, stages, number), draft)
                     # Neighborhoods hardly depend on the micro-batch: what is found is tried in the other pools.
                     for other in self.pools:
-                        if other is not pool and worth.get((other, *form), np.inf) < self._below:
-                            self._try_in(other, draft, ("exchanged", other, *form, number))
+                        if other is not pool and worth.get((other, pipelines, stages), np.inf) < self._below:
+                            self._try_in(other, draft, ("exchanged", other, pipelines, stages, number))
 
     def _move(self) -> None:
         """Search the neighborhoods of the best plans of different numbers of pipelines and slots."""
