@@ -190,7 +190,7 @@ class PlanSearch:
         limit = self._near * self._below
         if self._near < NEAR and not any(draft.is_equal and draft.seconds <= limit for draft in self.found()):
             return
-        world, most = len(self.topology.devices), max(self._limit(IMPROVED) // 4, 1)
+        world, most = len(self.topology.devices), -(-self._limit(IMPROVED) // 4)
         worth = {
             (pool, pipelines, stages): seconds
             for seconds, number, pipelines, stages in shapes(self.pools, self.bounds, self.problem.stages)
@@ -224,7 +224,7 @@ class PlanSearch:
         starts = most**2 // IMPROVED  # none of 64 devices, whose neighbors take long
         while starts and self.best_ranking < best:
             best = self.best_ranking
-            near = self._best_of_forms(max(most // 4, 1), NEAR_KNOWN)
+            near = self._best_of_forms(-(-most // 4), NEAR_KNOWN)
             for draft in [each for each in near if each not in done]:
                 done.add(draft)
                 for equal in [True] * draft.is_equal + [False] * self.problem.unequal:
