@@ -193,10 +193,7 @@ def with_cluster_links(profile: BatchProfile, topology: Topology) -> BatchProfil
     for a, b in combinations(range(len(profile.ranks)), 2):
         for protocol in (each for each in protocols[a] if each in protocols[b]):
             channel = _channel(topology, a, b, protocol)
-            speed = {
-                "latency_seconds": channel.latency_seconds,
-                "bytes_per_second": channel.bandwidth(message_bytes),
-            }
+            speed = {"latency_seconds": channel.latency_seconds, "bytes_per_second": channel.bandwidth(message_bytes)}
             links.append(MeasuredLink(ranks=(a, b), protocol=protocol, **speed))
     return profile.model_copy(update={"links": tuple(links)})
 

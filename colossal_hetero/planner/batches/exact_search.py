@@ -125,10 +125,7 @@ def split_per_rank(samples: int, size: int) -> Runs:
 
 
 def exact_shared(
-    curves: Sequence[Curve],
-    samples: int,
-    fixed_seconds: Sequence[float] | None = None,
-    least_gain: float = TOLERANCE,
+    curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None, least_gain: float = TOLERANCE
 ) -> list[Runs]:
     """Each rank's runs in stages 0 and 1, with equally many micro-steps; ``fixed_seconds`` by rank. More micro-steps
     must save more than the share ``least_gain`` of the wall time."""

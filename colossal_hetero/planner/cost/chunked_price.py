@@ -18,14 +18,7 @@ from ..stages.fixed_order import all_bounds
 from ..stages.pipeline import Slot
 from ..stages.split_methods import uniform_bounds
 from .draft import finished_plan, planned_stage
-from .pass_order import (
-    GraphSeconds,
-    PassOrder,
-    Schedule,
-    chunked_order,
-    stages_of_chunks,
-    why_not_schedulable,
-)
+from .pass_order import GraphSeconds, PassOrder, Schedule, chunked_order, stages_of_chunks, why_not_schedulable
 from .placement import NodeLinks
 from .plan import ChunkPlan, Plan, Replica
 from .simulate import MAX_PASSES, WEIGHT_SHARE, ChunkTimes, simulate_passes

@@ -105,13 +105,7 @@ class DraftBuilder:
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
-        self,
-        pool: SlotPool,
-        places: Rows,
-        *,
-        symmetric: bool = False,
-        in_order: bool = False,
-        below: float = np.inf,
+        self, pool: SlotPool, places: Rows, *, symmetric: bool = False, in_order: bool = False, below: float = np.inf
     ) -> Draft | str:
         """The draft with these slots, or in words why there is none in which pipelines take less than ``below``
         seconds. If ``symmetric``, all are cut alike; if ``in_order``, stages have no other order, even if that fits."""

@@ -39,11 +39,7 @@ class GradientTimes:
         ``width`` equal rings for each."""
         nodes = sorted(set(itertools.chain.from_iterable(rings)))
         number = {node: place for place, node in enumerate(nodes)}
-        key = (
-            width,
-            tuple(node_kind[nodes].tolist()),
-            tuple(tuple(map(number.__getitem__, ring)) for ring in rings),
-        )
+        key = (width, tuple(node_kind[nodes].tolist()), tuple(tuple(map(number.__getitem__, ring)) for ring in rings))
         if key not in self._alike:
             concurrent = ConcurrentRings(self.topology, [ring for ring in rings for _ in range(width)])
             self._alike[key] = cache(lambda stage, size: concurrent.seconds(rings[stage], size))

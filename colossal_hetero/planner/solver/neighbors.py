@@ -7,8 +7,9 @@ devices. Pipelines that are cut alike stay so: their slots are exchanged. Others
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,10 +19,13 @@ from ..cost.placement import Place
 from ..cost.ranked_plan import ranking_seconds
 from ..stages.fixed_order import all_bounds
 from .pipeline_bounds import PipelineBounds
-from .starts import starting_rows
+from .starts import SMALL, starting_rows
 
 LEAST_GAIN = 1e-9
 """Relative gain of a change, above rounding."""
+
+_Neighbors = Callable[..., Iterator[tuple[Rows, bool]]]
+"""Rows near a draft, and True for those whose stages keep their order."""
 
 
 class Neighborhood:
@@ -42,23 +46,23 @@ class Neighborhood:
         self._bounds = bounds
         self._stages = None if stages is None else frozenset(stages)
         self._all_slots = all_slots
-        self._least_pipelines = 1 if pool.pipelines is None else 2
         self._placed = placed
         self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
         self._type = {place: (place[0], builder.node(pool, place)) for place in pool.places}
         """Kind and node of each slot: slots of one type are interchangeable."""
-        self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+        self._ends: dict[object, Draft] = {}
+        """Where a climb ends, by the neighbors and the slots that it went on from."""
 
-    def starts(self, pipelines: int, stages: int) -> list[Draft]:
-        """The three fastest of some ways to give out the slots to equal pipelines, as far as they fit in memory."""
+    def starts(self, pipelines: int, stages: int, most: int = 3) -> list[Draft]:
+        """The fastest of some ways to give out the slots to equal pipelines, ``most`` of those that fit in memory."""
         found: list[Draft] = []
         seen = set()
         for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
             look = self._placed.look(rows)
             if look not in seen:
                 seen.add(look)
-                draft = self._placed.best(rows, found[2].seconds if len(found) > 2 else float("inf"))
-                found = sorted([*found, *([draft] if draft else [])], key=lambda each: each.seconds)[:3]
+                draft = self._placed.best(rows, found[-1].seconds if len(found) == most else float("inf"))
+                found = sorted([*found, *([draft] if draft else [])], key=lambda each: each.seconds)[:most]
         return found
 
     def improved(self, draft: Draft, most: int, *, equal: bool) -> Draft:
@@ -66,83 +70,88 @@ class Neighborhood:
         if not equal:
             # First the same slots, with cuts and micro-batches of each pipeline.
             loose = self._better(draft, tuple(map(tuple, draft.rows)), True) or draft
-            moved = self._climbed(loose, most, Neighborhood._moved, Neighborhood._better)
-            return self._climbed(moved, most, Neighborhood._reordered, Neighborhood._better)
-        best = self._climbed(draft, most, Neighborhood._exchanged, Neighborhood._better_equal)
-        if best is not draft and self._cuts_stay(best):
-            again = self.builder.build_placed(best.pool, best.rows, symmetric=True)
-            best = again if isinstance(again, Draft) and again.seconds < best.seconds else best
-        return best
+            moved = self._climbed(loose, most, Neighborhood._moved)
+            return self._climbed(moved, most, Neighborhood._reordered)
+        return self._climbed(draft, most, Neighborhood._exchanged)
 
-    def perturbed(self, draft: Draft, most: int, starts: int, near: float) -> Draft:
-        """``draft``, or a faster one that is reached from one of the best slower drafts with another number of slots or
-        pipelines, each ``near`` times as slow at most."""
-        shape = len(draft.rows), sum(map(len, draft.rows))
-        seen, found = {self._placed.look(tuple(map(tuple, draft.rows)))}, []
-        for rows, in_order in itertools.islice(self._moved(draft, near), most):
-            if (len(rows), sum(map(len, rows))) != shape and (look := self._placed.look(rows)) not in seen:
-                seen.add(look)
-                slower = self._of(len(rows))._better(draft, rows, in_order, near)
-                found += [slower] if slower is not None else []
-        best = draft
-        for start in sorted(found, key=lambda each: each.ranking_seconds)[:starts]:
-            climbed = self._of(len(start.rows))._climbed(start, most, Neighborhood._moved, Neighborhood._better)
-            best = min(best, climbed, key=lambda each: each.ranking_seconds)
-        return best
+    def perturbed(self, draft: Draft, most: int, starts: int, near: float, *, equal: bool) -> Draft:
+        """``draft``, or a faster one that is reached from one of its best slower neighbors, each at most ``near`` times
+        as slow: of equal pipelines, or of any."""
+        neighbors = Neighborhood._exchanged if equal else Neighborhood._moved
+        slower = self._better_ones(draft, most, neighbors, {self._placed.look(tuple(map(tuple, draft.rows)))}, near)
+        ends = [
+            self._of(len(start.rows)).improved(start, most, equal=equal)
+            for start in sorted(slower, key=lambda each: each.ranking_seconds)[:starts]
+        ]
+        return min([draft, *ends], key=lambda each: each.ranking_seconds)
 
-    def _climbed(
-        self,
-        draft: Draft,
-        most: int,
-        neighbors: Callable[[Neighborhood, Draft], Iterator[tuple[Rows, bool]]],
-        better: Callable[[Neighborhood, Draft, Rows, bool], Draft | None],
-    ) -> Draft:
-        """The last of drafts of which each is the first better one among ``most`` neighbors of the one before."""
+    def _climbed(self, draft: Draft, most: int, neighbors: _Neighbors) -> Draft:
+        """The last of drafts of which each is the first better one among ``most`` neighbors of the one before. Ends
+        where an earlier one went on from the same slots."""
         seen: set[object] = set()
+        passed: list[object] = []
         found: Draft | None = draft
         while found is not None:
-            draft, found, tried = found, None, 0
-            for rows, in_order in neighbors(self._of(len(draft.rows)), draft):
-                look = self._placed.look(rows)
-                if look in seen:
-                    continue
-                if tried >= most:
-                    break
-                seen.add(look)
-                tried += 1
-                found = better(self._of(len(rows)), draft, rows, in_order)
-                if found is not None:
-                    break
+            draft = found
+            at = neighbors, self._placed.look(tuple(map(tuple, draft.rows)))
+            if at in self._ends:
+                draft = min(draft, self._ends[at], key=lambda each: each.ranking_seconds)
+                break
+            passed.append(at)
+            found = next(self._better_ones(draft, most, neighbors, seen), None)
+        self._ends |= dict.fromkeys(passed, draft)
         return draft
+
+    def _better_ones(
+        self, draft: Draft, most: int, neighbors: _Neighbors, seen: set[object], factor: float = 1.0
+    ) -> Iterator[Draft]:
+        """Those of ``most`` neighbors that were not ``seen`` that take less than ``factor`` times as long."""
+        for rows, in_order in neighbors(self._of(len(draft.rows)), draft, factor):
+            look, near = self._placed.look(rows), self._of(len(rows))
+            if look in seen:
+                continue
+            if not most:
+                break
+            most -= 1
+            seen.add(look)
+            better = near._better_equal if neighbors is Neighborhood._exchanged else near._better
+            found = better(draft, rows, in_order, factor)
+            if found is not None:
+                yield found
 
     def _of(self, pipelines: int) -> Neighborhood:
         return self if self.pool.allows(pipelines) else self._others(pipelines)
 
     # Equal pipelines ------------------------------------------------------------------------------------------------
 
-    def _cuts_stay(self, draft: Draft) -> bool:
-        """True if there are too many cuts to try them all; exchanges keep them then."""
-        bounds = draft.bounds[0]
-        return not self.builder.chooses_cuts or all_bounds(bounds[-1], len(bounds) - 1) is None
-
-    def _better_equal(self, draft: Draft, rows: Rows, in_order: bool) -> Draft | None:
-        below = draft.seconds * (1 - LEAST_GAIN)
-        if not self._cuts_stay(draft):
+    def _better_equal(self, draft: Draft, rows: Rows, in_order: bool, factor: float = 1.0) -> Draft | None:
+        below, bounds, stages = draft.seconds * factor * (1 - LEAST_GAIN), draft.bounds[0], len(rows[0])
+        chooses = self.builder.chooses_cuts
+        # With too many cuts to try them all, neighbors keep the present one, except for orders of a few stages.
+        few = not chooses or math.comb(stages, 2) <= SMALL
+        if (in_order and few) or (chooses and all_bounds(bounds[-1], stages) is not None):
             return self._placed.best(rows, below)
         if in_order:
-            pipelines_below = below - self._placed.sums(len(rows))
-            found = self.builder.build_placed(self.pool, rows, symmetric=True, in_order=True, below=pipelines_below)
-        else:
-            found = self.builder.build_cut(self.pool, rows, draft.bounds, draft.micro_batches, below)
-        return found if isinstance(found, Draft) and found.seconds < below else None
+            blocks = np.diff(bounds).tolist()
+            held = {place: number for row in draft.rows for place, number in zip(row, blocks, strict=True)}
+            bounds = (0, *itertools.accumulate(held[place] for place in rows[0]))
+        cuts = [bounds] * len(rows)
+        found = self.builder.build_cut(self.pool, rows, cuts, draft.micro_batches, below, must_fit=False)
+        if not isinstance(found, Draft) or not found.seconds < below:
+            return None
+        again = self._placed.best(rows, found.seconds)
+        return again or (found if all(cost.fits for cost in found.costs) else None)
 
-    def _exchanged(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
-        """Rows with other orders of the stages in all pipelines, and then after each exchange of two slots, those of
-        the slowest pipeline first. True for orders: blocks go with their stages."""
-        for order in _orders(len(draft.rows[0])):
-            yield tuple(tuple([row[at] for at in order]) for row in draft.rows), True
-        order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
-        rows = [tuple(draft.rows[number]) for number in order]
+    def _exchanged(self, draft: Draft, _: float) -> Iterator[tuple[Rows, bool]]:
+        """Rows with another order of the stages in all pipelines; after an exchange of slots of two nodes; and after an
+        exchange of two slots, those of the slowest pipeline first. True for orders: blocks go with their stages."""
+        rows = _slowest_first(draft)
+        for order in _orders(len(rows[0])):
+            yield tuple(tuple(row[at] for at in order) for row in rows), True
+        for swap in itertools.chain(self._swaps_of_nodes(rows), self._swaps(rows)):
+            yield _swapped(rows, swap), False
+
+    def _swaps(self, rows: Rows) -> Iterator[dict[Place, Place]]:
         free = self._free([place for row in rows for place in row])
         # Of pipelines that are alike, two are enough: one of them, and one whose slots it gets.
         alike: Counter[object] = Counter()
@@ -154,7 +163,21 @@ class Neighborhood:
                 used += row
         for one, other in itertools.chain(itertools.combinations(used, 2), itertools.product(used, free)):
             if self._type[one] != self._type[other]:
-                yield _swapped(rows, one, other), False
+                yield {one: other, other: one}
+
+    def _swaps_of_nodes(self, rows: Rows) -> Iterator[dict[Place, Place]]:
+        """Two or more slots of a node in a stage, and slots of another node in another stage or free: one by one, they
+        do not leave the sum of gradients of the stage, which is as slow as the slowest node."""
+        slots: dict[tuple[int, int], list[Place]] = {}
+        for row in rows:
+            for stage, place in enumerate(row):
+                slots.setdefault((stage, self._type[place][1]), []).append(place)
+        for place in sorted(self._type.keys() - set(itertools.chain.from_iterable(rows))):
+            slots.setdefault((-1, self._type[place][1]), []).append(place)
+        for ((stage, node), ones), ((further, other), others) in itertools.combinations(slots.items(), 2):
+            if stage != further and node != other and min(len(ones), len(others)) > 1:
+                pairs = list(zip(ones, others, strict=False))
+                yield dict([*pairs, *(pair[::-1] for pair in pairs)])
 
     def _free(self, used: Sequence[Place]) -> list[Place]:
         """One slot of each type that is not used."""
@@ -169,17 +192,18 @@ class Neighborhood:
         ranking, may_be_equal = draft.ranking_seconds * factor, len(set(map(len, rows))) == 1
         below = ranking / ranking_seconds(1.0, equal=may_be_equal, plain=self.pool.pipelines is None)
         below -= self._placed.sums(len(rows))
-        if not self._may_take_less(rows, below):
+        kinds = Counter(tuple(sorted([kind for kind, _ in row])) for row in rows)
+        if not self._bounds.may_run(kinds, self.pool.total_micro_batches, below):
             return None
         found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below)
         return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
 
-    def _moved(self, draft: Draft, factor: float = 1.0) -> Iterator[tuple[Rows, bool]]:
+    def _moved(self, draft: Draft, factor: float) -> Iterator[tuple[Rows, bool]]:
         """Rows after each change that is allowed and may be faster."""
         ranking = draft.ranking_seconds * factor
         for rows in self._changed(draft):
             lengths = [len(row) for row in rows]
-            if len(rows) < self._least_pipelines or max(lengths) > self._bounds.blocks:
+            if len(rows) < (1 if self.pool.pipelines is None else 2) or max(lengths) > self._bounds.blocks:
                 continue
             if self._all_slots and sum(lengths) < len(self._type):
                 continue
@@ -191,20 +215,16 @@ class Neighborhood:
             if self.pool.total_micro_batches / power < ranking:
                 yield tuple(sorted(tuple(sorted(row)) for row in rows)), False
 
-    def _reordered(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
+    def _reordered(self, draft: Draft, _: float) -> Iterator[tuple[Rows, bool]]:
         """Rows with other orders of the stages of one pipeline, the slowest first; one of those that are alike."""
-        rows = tuple(map(tuple, draft.rows))
-        order = sorted(range(len(rows)), key=lambda number: -draft.costs[number].seconds)
-        for at in _first_of_each([self._placed.look((rows[number],)) for number in order]):
-            row = rows[order[at]]
-            for places in _orders(len(row)):
-                changed = tuple([row[place] for place in places])
-                yield (*rows[: order[at]], changed, *rows[order[at] + 1 :]), True
+        rows = _slowest_first(draft)
+        for at in _first_of_each([self._placed.look((row,)) for row in rows]):
+            for places in _orders(len(rows[at])):
+                yield (*rows[:at], tuple([rows[at][place] for place in places]), *rows[at + 1 :]), True
 
     def _changed(self, draft: Draft) -> Iterator[Rows]:
         """Rows after each change, the slowest pipeline first; one of those that differ only by slots of one type."""
-        order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
-        rows = tuple(tuple(draft.rows[number]) for number in order)
+        rows = _slowest_first(draft)
         free = self._free([place for row in rows for place in row])
         alike = [tuple(sorted([self._type[place] for place in row])) for row in rows]
         for source in _first_of_each(alike):
@@ -223,7 +243,7 @@ class Neighborhood:
             for at in _first_of_each(alike):
                 yield (*rows[:at], (*rows[at], taken), *rows[at + 1 :])
         for one, other in self._pairs(rows, alike, free):
-            yield _swapped(rows, one, other)
+            yield _swapped(rows, {one: other, other: one})
         pairs = list(itertools.combinations(range(len(rows)), 2))
         for pair in _first_of_each([tuple(sorted((alike[first], alike[second]))) for first, second in pairs]):
             first, second = pairs[pair]
@@ -246,35 +266,13 @@ class Neighborhood:
             for one in {self._type[place]: place for place in rows[at]}.values():
                 yield from ((one, other) for other in free if self._type[one] != self._type[other])
 
-    def _may_take_less(self, rows: Rows, seconds: float) -> bool:
-        """True if pipelines of these slots may run all micro-batches in so many seconds."""
-        run = 0
-        for kinds, pipelines in Counter(tuple(sorted([kind for kind, _ in row])) for row in rows).items():
-            most = max(
-                (int((seconds - first) / further * (1 + LEAST_GAIN) + LEAST_GAIN) + 1 if first <= seconds else 0)
-                for first, further in self._options_of(kinds)
-            )
-            if not most:
-                return False
-            run += pipelines * most
-        return run >= self.pool.total_micro_batches
 
-    def _options_of(self, kinds: tuple[int, ...]) -> Sequence[tuple[float, float]]:
-        """:meth:`.PipelineBounds.options` of these kinds; also computes those that differ by a slot, needed next."""
-        if kinds not in self._options:
-            number = len(self.pool.kinds)
-            counts, unit = np.bincount(kinds, minlength=number), np.eye(number + 1, number, dtype=np.int64)
-            near = (counts + unit[:, None] - unit[None, :]).reshape(-1, number)
-            near = near[(near >= 0).all(axis=1) & (near.sum(axis=1) >= 1) & (near.sum(axis=1) <= self._bounds.blocks)]
-            first, further = self._bounds.options(near)
-            for row, each in enumerate(near.tolist()):
-                named = tuple(itertools.chain.from_iterable([kind] * count for kind, count in enumerate(each)))
-                self._options[named] = list(zip(first[:, row].tolist(), further[:, row].tolist(), strict=True))
-        return self._options[kinds]
+def _slowest_first(draft: Draft) -> Rows:
+    order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
+    return tuple(tuple(draft.rows[number]) for number in order)
 
 
-def _swapped(rows: Sequence[Sequence[Place]], one: Place, other: Place) -> Rows:
-    swap = {one: other, other: one}
+def _swapped(rows: Rows, swap: Mapping[Place, Place]) -> Rows:
     return tuple(tuple(swap.get(place, place) for place in row) for row in rows)
 
 

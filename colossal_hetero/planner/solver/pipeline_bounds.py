@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.placement import SlotPool
+from ..cost.ranked_plan import ROUNDING
 from ..cost.tp_groups import SlotKind
 from ..profile.layer_costs import LayerCosts, combined
 from .problem import Problem
@@ -44,6 +46,11 @@ class _Form:
         return np.minimum(np.stack(rows), self.in_memory[:, None])
 
 
+def named(counts: Sequence[int]) -> tuple[int, ...]:
+    """The kind of each slot, of numbers of slots by kind."""
+    return tuple(itertools.chain.from_iterable([kind] * count for kind, count in enumerate(counts)))
+
+
 class PipelineBounds:
     """Lower bounds on the seconds of pipelines of a pool's slots, see [Note: a lower bound on a pipeline's time]."""
 
@@ -73,6 +80,7 @@ class PipelineBounds:
         self._memory = np.array([[0, *np.cumsum(each)] for each in held])
         """Most blocks in the last n stages, ``[kinds, 1 + blocks]``; the n-th last keeps n micro-batches."""
         self.blocks_per_stage: NDArray[np.int64] = self._memory[:, 1]
+        self._known: dict[tuple[int, ...], list[tuple[float, float]]] = {}
         self.hold_the_model = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
     @cached_property
@@ -140,6 +148,31 @@ class PipelineBounds:
         stages, hop = slots.sum(axis=0), self.transfer_seconds + self.schedule_seconds
         first = np.stack(sums) * (1 - 1e-9) + 2 * (stages - 1) * hop + self._update / stages
         return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
+
+    def may_run(self, pipelines: Mapping[tuple[int, ...], int], micro_batches: int, seconds: float) -> bool:
+        """True if pipelines may run all micro-batches in so many seconds: so many of each, by the kinds of their slots
+        in ascending order, at most as many slots as blocks."""
+        run = 0
+        for kinds, number in pipelines.items():
+            options = [each for each in self._options_of(kinds) if each[0] <= seconds and each[0] < np.inf]
+            rest = [min((seconds - first) / further, micro_batches) for first, further in options]
+            most = max((int(each * (1 + ROUNDING) + ROUNDING) + 1 for each in rest), default=0)
+            if not most:
+                return False
+            run += number * most
+        return run >= micro_batches
+
+    def _options_of(self, kinds: tuple[int, ...]) -> Sequence[tuple[float, float]]:
+        """:meth:`options` of these kinds; also computes those that differ by a slot, needed next."""
+        if kinds not in self._known:
+            number = len(self.kinds)
+            counts, unit = np.bincount(kinds, minlength=number), np.eye(number + 1, number, dtype=np.int64)
+            near = (counts + unit[:, None] - unit[None, :]).reshape(-1, number)
+            near = near[(near >= 0).all(axis=1) & (near.sum(axis=1) >= 1) & (near.sum(axis=1) <= self.blocks)]
+            first, further = self.options(near)
+            for row, each in enumerate(near.tolist()):
+                self._known[named(each)] = list(zip(first[:, row].tolist(), further[:, row].tolist(), strict=True))
+        return self._known[kinds]
 
     def _turns(self, slots: NDArray[np.int64], longest: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
         """Longest stages, ``[rows]`` each: ``longest``, and those with which the fastest kinds alone do all work."""

@@ -23,7 +23,7 @@ from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
 from .pipeline_bounds import PipelineBounds
 from .problem import Problem
-from .starts import MAX_ROWS, SMALL, EqualRows, Shape, UnequalGroups, shapes
+from .starts import MAX_ROWS, SMALL, EqualRows, UnequalGroups, shapes
 
 MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
@@ -68,6 +68,7 @@ class PlanSearch:
             found = self.found()
             if is_enough is not None and found and is_enough(min(draft.seconds for draft in found)):
                 break
+        self._neighborhoods.clear()  # they refer to this search, and without them all is freed at once
         kept = _diverse(self.found(), keep)
         if not kept and self.all_devices:
             # Only to say which plans there are that leave devices out.
@@ -81,14 +82,14 @@ class PlanSearch:
         unequal = [self._try_unequal] if self.problem.unequal else []
         if self.builder.chooses_cuts and all(pool.slots <= MAX_GROUPS for pool in self.pools):
             return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
-        moves = [self._move, self._perturb] if self.problem.unequal else []
+        if self._has_one_type:
+            return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
+        moves = [self._move, self._perturb] if self.problem.unequal else [self._perturb]
         return [self._try_known, self._try_equal, self._exchange, *unequal, *moves, self._try_all_of_few]
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
-        return sorted(
-            (draft for draft in self.drafts.values() if self._allowed(draft)), key=lambda draft: draft.ranking_seconds
-        )
+        return sorted(filter(self._allowed, self.drafts.values()), key=lambda draft: draft.ranking_seconds)
 
     @property
     def _below(self) -> float:
@@ -112,14 +113,18 @@ class PlanSearch:
     def _try_known(self) -> None:
         """Try the slots of plans that are known, as they are in these pools."""
         for number, draft in enumerate(self._known[:MAX_ROWS]):
-            slots = [[draft.pool.kinds[kind].slots[slot] for kind, slot in row] for row in draft.rows]
             for pool in self.pools:
-                same = (pool.tensor_parallel, pool.micro_batch) == (draft.pool.tensor_parallel, draft.pool.micro_batch)
-                if same and pool.allows(len(slots)) and all(ranks in pool.place_of for row in slots for ranks in row):
-                    rows = [[pool.place_of[ranks] for ranks in row] for row in slots]
-                    found = self.builder.build_placed(pool, rows, symmetric=draft.is_equal, in_order=True)
-                    if isinstance(found, Draft):
-                        self._add(("known", pool, number), found)
+                if pool.micro_batch == draft.pool.micro_batch:
+                    self._try_in(pool, draft, ("known", pool, number))
+
+    def _try_in(self, pool: SlotPool, draft: Draft, key: object) -> None:
+        """Try the slots of a plan as they are in another pool, if they are in it."""
+        slots = [[draft.pool.kinds[kind].slots[slot] for kind, slot in row] for row in draft.rows]
+        if pool.allows(len(slots)) and all(ranks in pool.place_of for row in slots for ranks in row):
+            rows = [[pool.place_of[ranks] for ranks in row] for row in slots]
+            found = self.builder.build_placed(pool, rows, symmetric=draft.is_equal, in_order=True)
+            if isinstance(found, Draft):
+                self._add(key, found)
 
     def _try_equal(self) -> None:
         world = len(self.topology.devices)
@@ -159,8 +164,6 @@ class PlanSearch:
         for each in sorted(groups_of, key=lambda each: each.expected_seconds)[:MAX_ROWS]:
             if not each.expected_seconds < self._unequal_below:
                 break
-            if self.all_devices and each.pool.devices < len(self.topology.devices):
-                continue
             # Of few slots, near plans are starts, and are shown beside the best one.
             near = self._near if each.pool.slots <= SMALL else 1.0
             for groups in each.candidates(self.problem.stages, near * self._unequal_below):
@@ -184,53 +187,54 @@ class PlanSearch:
 
     def _exchange(self) -> None:
         """Search the neighborhoods of equal pipelines of the most promising shapes."""
-        if self._has_one_type:
+        limit = self._near * self._below
+        if self._near < NEAR and not any(draft.is_equal and draft.seconds <= limit for draft in self.found()):
             return
-        best: dict[tuple[SlotPool, int, int], list[Draft]] = {}
-        for draft in self.found():
-            if draft.is_equal:
-                best.setdefault((draft.pool, len(draft.rows), len(draft.rows[0])), [draft])
-        world = len(self.topology.devices)
-        if self._near < NEAR and not any(draft.seconds <= self._near * self._below for (draft,) in best.values()):
-            return
+        world, most = len(self.topology.devices), -(-self._limit(IMPROVED) // 4)
         worth = {
-            (self.pools[shape.pool], shape.pipelines, shape.stages): shape.seconds
-            for shape in shapes(self.pools, self.bounds, self.problem.stages)
-            if shape.seconds < self._below and (not self.all_devices or self._devices(shape) == world)
+            (pool, pipelines, stages): seconds
+            for seconds, number, pipelines, stages in shapes(self.pools, self.bounds, self.problem.stages)
+            for pool in [self.pools[number]]
+            if seconds < self._below and (not self.all_devices or pipelines * stages * pool.tensor_parallel == world)
         }
-        for shape in list(worth)[: self._limit(STARTED)]:
-            starts = self._neighborhood(shape[0]).starts(*shape[1:])
-            best[shape] = sorted([*best.get(shape, []), *starts], key=lambda draft: draft.seconds)[:3]
-            if starts:
-                self._add(("start", *shape), starts[0])
-        chosen = sorted((shape for shape in best if shape in worth and best[shape]), key=lambda at: best[at][0].seconds)
-        for shape in chosen[: self._limit(IMPROVED)]:
-            for number, start in enumerate(best[shape][: max(self._limit(IMPROVED) // 4, 1)]):
-                if worth[shape] < self._below and start.seconds <= self._near * self._below:
-                    draft = self._neighborhood(shape[0]).improved(start, self._limit(NEIGHBORS), equal=True)
-                    self._add(("exchanged", *shape, number), draft)
+        for pool, pipelines, stages in list(worth)[: self._limit(STARTED)]:
+            for number, draft in enumerate(self._neighborhood(pool).starts(pipelines, stages, most)):
+                self._add(("start", pool, pipelines, stages, number), draft)
+        equal = [each for each in self.found() if each.is_equal and _shape(each) in worth]
+        for starts in _by_form(equal, by_size=False)[: self._limit(IMPROVED)]:
+            pool, pipelines, stages = _shape(starts[0])
+            for number, start in enumerate(each for each in starts[:most] if each.seconds <= self._near * self._below):
+                if worth[_shape(start)] < self._below:
+                    draft = self._neighborhood(pool).improved(start, self._limit(NEIGHBORS), equal=True)
+                    self._add(("exchanged", pool, pipelines, stages, number), draft)
+                    # Neighborhoods hardly depend on the micro-batch: what is found is tried in the other pools.
+                    for other in self.pools:
+                        if other is not pool and worth.get((other, pipelines, stages), np.inf) < self._below:
+                            self._try_in(other, draft, ("exchanged", other, pipelines, stages, number))
 
     def _move(self) -> None:
-        """Search the neighborhoods of the best plans of different numbers of pipelines."""
-        if self._has_one_type:
-            return
-        best: dict[tuple[SlotPool, int], Draft] = {}
-        for draft in self.found():
-            best.setdefault((draft.pool, len(draft.rows)), draft)
-        for draft in list(best.values())[: self._limit(IMPROVED)]:
-            if draft.ranking_seconds <= self._near * self.best_ranking:
-                better = self._neighborhood(draft.pool).improved(draft, self._limit(NEIGHBORS), equal=False)
-                self._add(("moved", draft.pool, len(draft.rows)), better)
+        """Search the neighborhoods of the best plans of different numbers of pipelines and slots."""
+        for number, draft in enumerate(self._best_of_forms(self._limit(IMPROVED), self._near)):
+            better = self._neighborhood(draft.pool).improved(draft, self._limit(NEIGHBORS), equal=False)
+            self._add(("moved", number), better)
 
     def _perturb(self) -> None:
-        """Go on from drafts near the best plan, if it is new, with other numbers of slots or pipelines."""
-        while not self._has_one_type and self.best_ranking < self._known_ranking:
-            best = self.found()[0]
-            neighborhood = self._neighborhood(best.pool)
-            better = neighborhood.perturbed(best, self._limit(NEIGHBORS), self._limit(IMPROVED), NEAR_KNOWN)
-            if better is best:
-                break
-            self._add(("perturbed", len(self.drafts)), better)
+        """Go on from drafts near the best plans, if there is a new one, as long as that leads to a better one."""
+        best, done, most = self._known_ranking, set[Draft](), self._limit(IMPROVED)
+        starts = most**2 // IMPROVED  # none of 64 devices, whose neighbors take long
+        while starts and self.best_ranking < best:
+            best = self.best_ranking
+            near = self._best_of_forms(-(-most // 4), NEAR_KNOWN)
+            for draft in [each for each in near if each not in done]:
+                done.add(draft)
+                for equal in [True] * draft.is_equal + [False] * self.problem.unequal:
+                    perturbed = self._neighborhood(draft.pool).perturbed
+                    better = perturbed(draft, self._limit(NEIGHBORS), starts, NEAR_KNOWN, equal=equal)
+                    self._add(("perturbed", len(self.drafts)), better)
+
+    def _best_of_forms(self, most: int, near: float) -> list[Draft]:
+        best = [alike[0] for alike in _by_form(self.found(), by_size=True)[:most]]
+        return [draft for draft in best if draft.ranking_seconds <= near * self.best_ranking]
 
     def _neighborhood(self, pool: SlotPool) -> Neighborhood:
         # Pools of equally many slots have the same ones.
@@ -266,9 +270,6 @@ class PlanSearch:
     def _device_kinds(self) -> frozenset[str]:
         return frozenset(kind.device for pool in self.pools for kind in pool.kinds)
 
-    def _devices(self, shape: Shape) -> int:
-        return shape.pipelines * shape.stages * self.pools[shape.pool].tensor_parallel
-
     @property
     def _has_one_type(self) -> bool:
         """True if all slots of a pool are of one kind, in nodes with equal links and sizes."""
@@ -301,6 +302,23 @@ def _on_faster_networks(problem: Problem, pools: Sequence[SlotPool]) -> list[Slo
             if kinds and pool.slots > MAX_GROUPS:
                 found.append(replace(pool, kinds=kinds))
     return found
+
+
+def _shape(draft: Draft) -> tuple[SlotPool, int, int]:
+    return draft.pool, len(draft.rows), len(draft.rows[0])
+
+
+def _by_form(ranked: Sequence[Draft], *, by_size: bool) -> list[list[Draft]]:
+    """Drafts by their numbers of pipelines and slots, and by their micro-batch if ``by_size``; each only with those of
+    the pool of the best one."""
+    forms: dict[object, list[Draft]] = {}
+    for draft in ranked:
+        pool, slots = draft.pool, sum(map(len, draft.rows))
+        size = pool.micro_batch if by_size else None
+        alike = forms.setdefault((pool.tensor_parallel, size, pool.pipelines, len(draft.rows), slots), [])
+        if not alike or alike[0].pool is pool:
+            alike.append(draft)
+    return list(forms.values())
 
 
 def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:

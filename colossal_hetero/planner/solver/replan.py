@@ -36,11 +36,7 @@ class Replanned:
 
 
 def replan(
-    topology: Topology,
-    profile: ModelProfile,
-    plan: Plan,
-    slow: Mapping[int, float],
-    transfers: Transfers = "blocking",
+    topology: Topology, profile: ModelProfile, plan: Plan, slow: Mapping[int, float], transfers: Transfers = "blocking"
 ) -> Replanned:
     """Best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate."""
     slowed(plan, slow)  # refuses ranks that the plan does not use

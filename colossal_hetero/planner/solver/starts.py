@@ -16,7 +16,7 @@ from ..cost.placed_pipelines import Rows
 from ..cost.placement import Place, SlotPool
 from ..cost.runnable import enough_micro_batches
 from ..cost.tp_groups import compositions, divisors
-from .pipeline_bounds import PipelineBounds
+from .pipeline_bounds import PipelineBounds, named
 
 MAX_ROWS = 16
 """Rows that are built for a set of kinds of devices, in the order of their bounds."""
@@ -281,27 +281,14 @@ class UnequalGroups:
         found = [*self._of_one_device()]
         if self.pool.slots <= SMALL:
             found += self._dealt()
-        distinct = [
-            each
+        total, blocks = self.pool.total_micro_batches, self.bounds.blocks
+        return [
+            list(each)
             for each in dict.fromkeys(tuple(sorted(each)) for each in found)
-            if self.pool.allows(len(each)) and (stages is None or {sum(group) for group in each} <= set(stages))
+            if self.pool.allows(len(each))
+            and all(1 <= sum(group) <= blocks and (stages is None or sum(group) in stages) for group in each)
+            and self.bounds.may_run(Counter(map(named, each)), total, below - self.sums(len(each)))
         ]
-        counts = sorted({group for each in distinct for group in each if 1 <= sum(group) <= self.bounds.blocks})
-        if not counts:
-            return []
-        first, further = self.bounds.options(np.array(counts))
-        place = {group: number for number, group in enumerate(counts)}
-
-        def may_take_less(groups: tuple[tuple[int, ...], ...]) -> bool:
-            if not all(group in place for group in groups):
-                return False
-            of, limit = [place[group] for group in groups], below - self.sums(len(groups))
-            fits = np.isfinite(first[:, of]) & (first[:, of] <= limit)
-            left = limit - np.where(fits, first[:, of], 0.0)
-            most = np.where(fits, np.floor(left / further[:, of] + 1e-9) + 1, 0).max(axis=0)
-            return bool(most.min() >= 1 and most.sum() >= self.pool.total_micro_batches)
-
-        return [list(each) for each in distinct if may_take_less(each)]
 
     def _dealt(self) -> Iterator[Groups]:
         """All slots given out, the strongest first, each to the weakest pipeline."""
