@@ -85,12 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2, help="stages, one on each rank (default: %(default)s)")
     parser.add_argument("--phases", default="1,0.5,1,0.25,1", help="share of its speed that a rank has (%(default)s)")
-    parser.add_argument("--blocks", type=int, default=12, help="blocks of the ViT (default: %(default)s)")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of the ViT (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size of the ViT (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=4, help="images per micro-batch (default: %(default)s)")
     parser.add_argument("--global-batch", type=int, default=32, help="images per iteration (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=SETTLE, help="iterations of a phase (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each run in a phase (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each run in a phase (default: %(default)s)")
+    parser.add_argument("--candidates", type=int, default=CANDIDATES, help="fixed splits of each quota (%(default)s)")
     parser.add_argument("--plot", type=Path, help="file for a picture of the time of each iteration")
     parser.add_argument("--verbose", action="store_true", help="show what stages take, window by window")
     arguments = parser.parse_args()
@@ -132,7 +133,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
             price_ranks(at, known[1], order, (0, *cut, arguments.blocks), **sizes)
             for cut in itertools.combinations(range(1, arguments.blocks), stages - 1)
         ]
-        for plan in sorted(plans, key=lambda plan: plan.iteration_seconds)[:CANDIDATES]:
+        for plan in sorted(plans, key=lambda plan: plan.iteration_seconds)[: arguments.candidates]:
             candidates.setdefault(plan.layers_per_stage, plan)
     still = PlanConfig(cluster=topology, profile=profile, global_batch_size=arguments.global_batch, follow_speed=False)
     fixed = [Run("+".join(map(str, split)), plan, still, stages, arguments) for split, plan in candidates.items()]

@@ -72,6 +72,8 @@ class PlanConfig:
                 raise ValueError("micro_batch_sizes is empty; give at least one size, or leave it out to try all")
             for size in self.micro_batch_sizes:
                 _check_samples("micro_batch_sizes", size)
+        if self.follow_speed not in (True, False, None):
+            raise ValueError(f"follow_speed={self.follow_speed!r} must be True, False or None")
         if isinstance(self.drift_threshold, bool) or not self.drift_threshold > 0 or math.isnan(self.drift_threshold):
             raise ValueError(
                 f"drift_threshold={self.drift_threshold!r} must be a positive share, such as 0.2 for 20 %; "

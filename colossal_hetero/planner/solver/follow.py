@@ -3,7 +3,7 @@
 [Note: following speeds] A stage's measured time over its planned time says how much slower its devices are than the
 plan assumed. Two windows of iterations in a row have to show the same change, beyond the noise, before a plan is looked
 for; and the model moves only if the new plan gains enough, and over :data:`HORIZON` iterations more than the move
-costs. If a move has not brought what was predicted, the next one has to gain twice as much.
+costs. See :class:`Caution` for what keeps layers from moving to and fro.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ GAIN = 0.05
 """Least share by which a plan that is moved to must be faster; the predictions of two plans are about as exact."""
 HORIZON = 200
 """Iterations in which a move must bring more than it costs."""
+CALM = 50
+"""Steps; see :class:`Caution`."""
 SPEED_STEP = 1.03
 """Measured speeds are rounded to powers of it, so that noise does not make devices unequal that are equal."""
 MOVE_SECONDS = 1.0
@@ -65,6 +67,28 @@ class LastingChange:
         self._before = None
 
 
+class Caution:
+    """Least share by which the next move has to gain. A move that has brought less than half of what was predicted, or
+    that goes back to cuts that were left less than :data:`HORIZON` steps ago, doubles it; it halves as often as
+    :data:`CALM` steps pass without one."""
+
+    def __init__(self) -> None:
+        self._raised, self._since = GAIN, 0
+        self._left: dict[object, int] = {}
+
+    def least_gain(self, step: int) -> float:
+        return max(GAIN, self._raised * 0.5 ** ((step - self._since) // CALM))
+
+    def disappointed(self, step: int) -> None:
+        self._raised, self._since = 2 * self.least_gain(step), step
+
+    def moved(self, before: object, after: object, step: int) -> None:
+        self._raised, self._since = self.least_gain(step), step
+        if step - self._left.get(after, -HORIZON) < HORIZON:
+            self.disappointed(step)
+        self._left[before] = step
+
+
 @dataclass(frozen=True)
 class Proposal:
     """The best plan that was found for the measured speeds."""
@@ -80,7 +104,7 @@ class Proposal:
         """Share by which an iteration is shorter; 0 or less if no plan is faster than the present one."""
         return 1.0 - self.plan.iteration_seconds / self.present_seconds
 
-    def pays(self, cost_seconds: float, least_gain: float = GAIN) -> bool:
+    def pays(self, cost_seconds: float, least_gain: float) -> bool:
         saved = self.present_seconds - self.plan.iteration_seconds
         return self.gain >= least_gain and saved * HORIZON > cost_seconds
 

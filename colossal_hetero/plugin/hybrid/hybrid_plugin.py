@@ -118,6 +118,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
         self._live: LivePlan | None = None
+        if elastic is not None:
+            check_elastic(elastic, arguments)
         check_option("planning", planning, PlanConfig, "cluster=..., profile=...")
         if follows(planning or PlanConfig(), arguments, elastic is not None):
             self._live = LivePlan(self, arguments)
@@ -125,7 +127,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             check_launched()
             self._build(**arguments)
             return
-        check_elastic(elastic, arguments)
         self._elastic = elastic_run_of(self, arguments, elastic)
         self._elastic.start()
 
@@ -171,7 +172,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches, self._live)
         if self._planned is not None:
             arguments = self._planned.arguments
-        layers_move, reports = self._elastic is not None or self._live is not None, self._reports
+        layers_move, reports = self._elastic is not None, self._reports
+        if self._live is not None and self._planned is not None:
+            layers_move = self._planned.is_watched
         on_report = reports.callback(self.report)
         self._balancing = LayerBalancing(self.balance, layers_move, balance is None, reports.every, on_report)
         self._unequal = None if self._planned is None else self._planned.unequal

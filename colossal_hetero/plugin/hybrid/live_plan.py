@@ -36,8 +36,9 @@ from ...common.text import duration
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.held_layers import CatchUp, RecoveryDecision, layers_by_rank, missing_bytes
 from ...planner.cluster.topology import Topology
+from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
-from ...planner.solver.follow import GAIN, MOVE_SECONDS, LastingChange, Proposal, move_seconds
+from ...planner.solver.follow import MOVE_SECONDS, Caution, LastingChange, Proposal, move_seconds
 from ...profiling.preserved_state import inner_optimizer
 from ..elastic.planning import seated
 from ..elastic.session import HOOKS, Session, release_state, restore
@@ -88,7 +89,7 @@ class LivePlan:
         self._steps = 0
         self._evidence = LastingChange()
         self._seen: DriftReport | None = None
-        self._least_gain, self._fixed_seconds = GAIN, MOVE_SECONDS
+        self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
         self._ends: list[float] = []  # of the last steps
         self._expected_seconds = 0.0  # of iterations after the last move, until it was judged
 
@@ -159,15 +160,16 @@ class LivePlan:
     def _judge(self, iteration: float | None) -> None:
         """Ask for more of the next move if the last one has not brought half of what was predicted."""
         if self._expected_seconds and iteration is not None:
-            self._least_gain = GAIN if iteration < self._expected_seconds else 2 * self._least_gain
+            if iteration >= self._expected_seconds:
+                self._caution.disappointed(self._steps)
             self._expected_seconds = 0.0
 
     def _paying(self, report: DriftReport, iteration: float | None) -> Proposal | None:
-        proposal = self._run.propose(report, self._search())
+        proposal, least = self._run.propose(report, self._search()), self._caution.least_gain(self._steps)
         if proposal is not None:
-            words = split_in_words(proposal.plan), 100 * proposal.gain, 100 * self._least_gain
+            words = split_in_words(proposal.plan), 100 * proposal.gain, 100 * least
             log.debug("layers %s gain %.1f %%, and %.1f %% are needed", *words)
-        if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), self._least_gain):
+        if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), least):
             return None
         if iteration is not None:
             self._expected_seconds = iteration * (1 - proposal.gain / 2)
@@ -268,6 +270,7 @@ class LivePlan:
             )
         seconds = time.monotonic() - begin
         self._evidence.settle({})
+        self._caution.moved(layout_of(before), layout_of(self._run.plan), self._steps)
         self._fixed_seconds, self._ends, self._seen = seconds, [], None
         change = PlanChange(
             self._steps, before, self._plugin.plan, proposal.present_seconds, seconds, max(of_every_rank(received))

@@ -133,6 +133,12 @@ class PlannedRun:
         layer_sums = planning.layer_sums or not self.plan.symmetric
         self.arguments = self._checked_arguments(arguments, layer_sums)
         self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
+        if planning.follow_speed and not self.is_watched:
+            raise ValueError(
+                f"follow_speed=True is not possible: this plan, of schedule {self.plan.schedule!r} and with at most "
+                f"{count(max(len(each.stages) for each in self.plan.replicas), 'stage')}, has no layers that could "
+                "move; they do in the schedule '1f1b' between stages, or with layer_sums=True between replicas"
+            )
 
     @property
     def batch_size(self) -> int:

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertForSequenceClassification, T5Config, T5
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.cost.plan import save_plan
+from colossal_hetero.plugin.hybrid.live_plan import follows
 from colossal_hetero.plugin.plan_config import PlanConfig
 from tests.support.harness import run_ranks
 from tests.support.planned_runs import MICRO_BATCH, MICRO_BATCHES, images_and_labels
@@ -140,11 +141,46 @@ def test_what_does_not_fit_a_plan_is_refused(tmp_path: Path) -> None:
     run_ranks(2, run_all, tmp_path)
 
 
+GIVEN = dict(cluster="cluster.toml", profile="profile.json", global_batch_size=8)
+
+
+@pytest.mark.parametrize(
+    "plan, planning, batches, is_elastic, expected",
+    [
+        ("auto", GIVEN, None, False, True),
+        ("auto", GIVEN | {"follow_speed": False}, None, False, False),
+        ("plan.json", GIVEN, None, False, False),
+        ("plan.json", GIVEN | {"follow_speed": True}, None, False, True),
+        ("auto", GIVEN, BatchConfig(global_batch_size=8), False, False),
+        ("auto", GIVEN, None, True, False),
+        (None, {}, None, False, False),
+        (None, {"follow_speed": True}, None, False, "there is no plan"),
+        ("plan.json", {"follow_speed": True}, None, False, "new plans are made from planning=PlanConfig"),
+        (
+            "auto",
+            GIVEN | {"follow_speed": True},
+            BatchConfig(global_batch_size=8),
+            False,
+            "leave follow_speed or batches",
+        ),
+        ("auto", GIVEN | {"follow_speed": True}, None, True, "leave follow_speed or elastic out"),
+    ],
+)
+def test_which_plans_follow_speeds(plan: Any, planning: Any, batches: Any, is_elastic: bool, expected: Any) -> None:
+    arguments = dict(plan=plan, batches=batches)
+    if isinstance(expected, bool):
+        assert follows(PlanConfig(**planning), arguments, is_elastic) is expected
+        return
+    with pytest.raises(ValueError, match=f"follow_speed=True is not possible: .*{expected}"):
+        follows(PlanConfig(**planning), arguments, is_elastic)
+
+
 @pytest.mark.parametrize(
     "field, value, message",
     [
         ("drift_threshold", 0.0, "drift_threshold=0.0 must be a positive share"),
         ("drift_threshold", float("nan"), "must be a positive share"),
+        ("follow_speed", "dry", "follow_speed='dry' must be True, False or None"),
         ("global_batch_size", 0, "global_batch_size=0 must be a whole number"),
         ("micro_batch_sizes", (), "micro_batch_sizes is empty"),
         ("micro_batch_sizes", (2, 1.5), "micro_batch_sizes=1.5 must be"),

@@ -11,7 +11,16 @@ from colossal_hetero.planner.cluster.topology import DeviceKind, Topology
 from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
 from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.solver.follow import LastingChange, Proposal, at_measured_speeds, propose
+from colossal_hetero.planner.solver.follow import (
+    CALM,
+    GAIN,
+    HORIZON,
+    Caution,
+    LastingChange,
+    Proposal,
+    at_measured_speeds,
+    propose,
+)
 from tests.support.machines import of_nodes
 from tests.support.planning import predict_plan
 from tests.support.small_problems import FAST_LINK, SLOW_LINK, profile
@@ -126,5 +135,23 @@ def test_a_move_has_to_pay() -> None:
 
     seconds = plan.iteration_seconds
     assert gaining(0.2).gain == pytest.approx(0.2)
-    assert gaining(0.06).pays(seconds) and not gaining(0.04).pays(seconds) and not gaining(-0.1).pays(0.0)
-    assert not gaining(0.06).pays(seconds, 0.1) and not gaining(0.06).pays(20 * seconds)
+    assert gaining(0.06).pays(seconds, GAIN) and not gaining(0.04).pays(seconds, GAIN)
+    assert not gaining(-0.1).pays(0.0, GAIN)
+    assert not gaining(0.06).pays(seconds, 0.1) and not gaining(0.06).pays(20 * seconds, GAIN)
+
+
+def test_moves_to_and_fro_have_to_gain_more_each_time() -> None:
+    caution = Caution()
+    assert caution.least_gain(0) == GAIN
+    caution.moved("even", "uneven", 10)
+    assert caution.least_gain(11) == GAIN
+    caution.moved("uneven", "even", 20)  # a device has recovered
+    assert caution.least_gain(21) == 2 * GAIN
+    caution.moved("even", "uneven", 30)
+    caution.disappointed(35)
+    assert caution.least_gain(36) == 8 * GAIN
+    # Time without a move makes it less.
+    found = [caution.least_gain(35 + CALM * number) / GAIN for number in range(6)]
+    assert found == [8, 4, 2, 1, 1, 1]
+    caution.moved("uneven", "even", 30 + HORIZON)  # long after it was left
+    assert caution.least_gain(31 + HORIZON) == GAIN
