@@ -20,7 +20,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import FrameType
@@ -258,13 +258,14 @@ class LivePlan:
         received = restore(training, held, decision)
         restore_process(random)
         del held
-        if any(each() is not None for _, each in known):
+        left = _first_in_use(known)
+        if left is not None:
             gc.collect()
-        left = [name for name, each in known if _is_in_use(each())]
-        if left:
+            left = _first_in_use(known)
+        if left is not None:
             warnings.warn(
                 f"layers have moved to other ranks, and the script still has a part of the model from before, "
-                f"{left[0]}, which is not trained any more; ask the model that booster.boost returned for its parts "
+                f"{left}, which is not trained any more; ask the model that booster.boost returned for its parts "
                 "when you need them, or use PlanConfig(follow_speed=False)",
                 stacklevel=5,
             )
@@ -284,11 +285,16 @@ def _iteration_seconds(ends: list[float]) -> float | None:
     return median(after - before for before, after in itertools.pairwise(ends)) if len(ends) > 2 else None
 
 
-def _is_in_use(part: Any) -> bool:
-    """True if Python's objects refer to a part of a model; graphs of passes that are kept somewhere do not count."""
-    if part is None or not isinstance(part, Tensor):
-        return part is not None
-    return any(not isinstance(each, FrameType) for each in gc.get_referrers(part))
+def _first_in_use(parts: Sequence[tuple[str, weakref.ref[Any]]]) -> str | None:
+    """The first of these parts of a model that Python's objects refer to. Graphs of passes that are kept somewhere do
+    not count, so the referrers of tensors are looked for, of all at once, because that takes a while."""
+    names = {id(part): name for name, each in parts if (part := each()) is not None}
+    tensors = [part for _, each in parts if isinstance(part := each(), Tensor)]
+    if len(names) > len(tensors):
+        return next(name for name, each in parts if each() is not None and not isinstance(each(), Tensor))
+    referrers = [each for each in gc.get_referrers(*tensors) if not isinstance(each, FrameType)] if tensors else []
+    in_use = {id(each) for found in referrers if found is not tensors for each in gc.get_referents(found)}
+    return next((name for key, name in names.items() if key in in_use), None)
 
 
 def _group_sizes(optimizer: Any) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -159,7 +160,7 @@ def plugin_of(case: Case, topology: Topology) -> HeteroHybridParallelPlugin:
     given = dict(plan="auto", planning=planning, tp_size=case.tp, max_norm=case.max_norm) | case.options
     if planning.zero_stages == (1,):
         return ExactZero(precision="bf16", **given)
-    return HeteroHybridParallelPlugin(precision="fp32", **given)
+    return HeteroHybridParallelPlugin(**dict(precision="fp32") | given)
 
 
 class ExactZero(HeteroHybridParallelPlugin):
@@ -239,11 +240,15 @@ def own_batches(case: Case, plugin: Any, loader: Any, steps: int) -> Iterator[di
 
 
 def slow_soon(
-    script: Callable[..., None], model: nn.Module | None = None, steps: int = 8
+    script: Callable[..., None],
+    model: nn.Module | None = None,
+    steps: int = 8,
+    dtype: Any = torch.float64,
+    **options: Any,
 ) -> tuple[Any, Any, list[str]]:
     """Train a ViT of which rank 1 is slow from the third step on; ``script(step, model, optimizer)`` runs before each
     step. Returns the plugin, the model, and what rank 0 prints."""
-    case = Case("vit", "sgd", (1, 1), dict(pp_size=2))
+    case = Case("vit", "sgd", (1, 1), dict(pp_size=2) | options, dtype=dtype)
     with (
         patch.object(drift, "StageClock", Clock),
         patch.object(planned_run, "WINDOW", WINDOW),
@@ -346,6 +351,33 @@ def modes_and_frozen_parameters_move_along() -> None:
         if any(True for _ in block.parameters()):
             assert block.training and block.mlp.training == block.mlp.fc1.training == (number not in "04"), number
             assert {each.requires_grad for each in block.attn.parameters()} == {number not in "04"}, number
+
+
+@checks.on(2, "fp16")
+@checks.on(2, "bf16")
+def masters_and_the_loss_scale_move_along(precision: str) -> None:
+    """The run without moves has the same masters, but for the rounding of half precision."""
+    scales: list[float] = []
+
+    def note(step: int, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        if precision == "fp16":
+            scales.append(float(optimizer.mixed_precision.grad_scaler.scale))
+
+    options = dict(precision=precision) | (dict(initial_scale=2**8, growth_interval=3) if precision == "fp16" else {})
+    found: list[dict[str, Tensor]] = []
+    for follow in (True, False):
+        stays = patch.object(live_plan.LivePlan, "before_passes", lambda _: None)
+        with nullcontext() if follow else stays:
+            plugin, model, _ = slow_soon(note, MODELS["vit"](), dtype=torch.float32, **options)
+        assert plugin.plan.layers_per_stage == ((5, 1) if follow else (3, 3))
+        own = {name: each.detach().float() for name, each in model.unwrap().named_parameters()}
+        found.append({name: each for of_rank in of_all_ranks(own) for name, each in of_rank.items()})
+    assert found[0].keys() == found[1].keys()
+    for name in found[0]:
+        torch.testing.assert_close(found[0][name], found[1][name], rtol=0.02, atol=2e-3, msg=name)
+    half = len(scales) // 2
+    assert scales[:half] == scales[half:] and (precision == "bf16" or scales[0] < scales[half - 1])
 
 
 test_live = checks.test()
