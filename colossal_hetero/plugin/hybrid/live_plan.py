@@ -292,7 +292,8 @@ def _first_in_use(parts: Sequence[tuple[str, weakref.ref[Any]]]) -> str | None:
     tensors = [part for _, each in parts if isinstance(part := each(), Tensor)]
     if len(names) > len(tensors):
         return next(name for name, each in parts if each() is not None and not isinstance(each(), Tensor))
-    referrers = [each for each in gc.get_referrers(*tensors) if not isinstance(each, FrameType)] if tensors else []
+    passing = FrameType, tuple  # pairs of names and parameters that an iterator over them has left
+    referrers = [each for each in gc.get_referrers(*tensors) if not isinstance(each, passing)] if tensors else []
     in_use = {id(each) for found in referrers if found is not tensors for each in gc.get_referents(found)}
     return next((name for key, name in names.items() if key in in_use), None)
 
