@@ -390,7 +390,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             self._checkpoints.adopt(model)
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return self._checkpoint_io() if self._elastic is None else PresentCheckpointIO(self._checkpoint_io)
+        stays = self._elastic is None and self._live is None
+        return self._checkpoint_io() if stays else PresentCheckpointIO(self._checkpoint_io)
 
     def _checkpoint_io(self) -> CheckpointIO:
         checkpoint_io = super().get_checkpoint_io()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -18,7 +20,8 @@ from colossalai.checkpoint_io.utils import gather_distributed_param
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.common.ranks import from_rank_0
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.solver.follow import Caution
@@ -68,6 +71,7 @@ class Clock:
     """A clock that shows what the blocks of a stage take where the rank ``slow`` is three times slower than planned."""
 
     plugin: Any = None
+    booster: Any = None
     slow: int | None = None
 
     def __init__(self, schedule: Any) -> None: ...
@@ -211,6 +215,9 @@ def moves_change_nothing(case: Case) -> None:
             optimizer.zero_grad()
             index = plugin.replica()[0]
             part = plugin.plan.replicas[index].micro_batches * MICRO_BATCH / GLOBAL_BATCH
+            if case.planning.get("layer_sums") and step == 2 * PHASE - 1:
+                assert plugin.plan_changes  # ranks have changed their places
+                check_saved(booster, model)
             losses.append(
                 None if result["loss"] is None or dist.get_rank(plugin.tp_group) else float(result["loss"]) * part
             )
@@ -219,13 +226,27 @@ def moves_change_nothing(case: Case) -> None:
         tolerance = max(tolerance, 1e-7)
     for step, parts in enumerate(zip(*of_all_ranks(losses), strict=True)):
         found = sum(part for part in parts if part is not None)
-        assert found == pytest.approx(expected_losses[step], rel=100 * max(tolerance, 1e-8)), (
-            step
-        )  # in fp32, by the schedules
+        # Schedules sum losses in fp32.
+        assert found == pytest.approx(expected_losses[step], rel=100 * max(tolerance, 1e-8)), step
     for name, each in model.unwrap().named_parameters(remove_duplicate=False):
-        whole = gather_distributed_param(each, keep_vars=False)[: len(expected[name])]
-        torch.testing.assert_close(whole, expected[name], rtol=tolerance, atol=tolerance, msg=name)
+        found = gather_distributed_param(each, keep_vars=False)[: len(expected[name])]
+        torch.testing.assert_close(found, expected[name], rtol=tolerance, atol=tolerance, msg=name)
     assert len(plugin.plan_changes) >= case.moves
+
+
+def check_saved(booster: Booster, model: Any) -> None:
+    path = Path(from_rank_0(tempfile.mkdtemp)) / "model.pt"
+    booster.save_model(model, str(path))
+    dist.barrier()
+    saved = torch.load(path, weights_only=True)
+    for name, each in whole(model).items():
+        torch.testing.assert_close(saved[name], each[: len(saved[name])], msg=name)
+
+
+def whole(model: Any) -> dict[str, Tensor]:
+    """The parameters of all ranks, without tensor parallelism."""
+    own = {name: each.detach().clone() for name, each in model.unwrap().named_parameters()}
+    return {name: each for of_rank in of_all_ranks(own) for name, each in of_rank.items()}
 
 
 def own_batches(case: Case, plugin: Any, loader: Any, steps: int) -> Iterator[dict[str, Tensor]]:
@@ -257,7 +278,7 @@ def slow_soon(
     ):
         plugin = Clock.plugin = plugin_of(case, cluster(case.nodes))
         model = MODELS["vit"]().double() if model is None else model
-        booster = Booster(plugin=plugin)
+        booster = Clock.booster = Booster(plugin=plugin)
         model, optimizer, *_ = booster.boost(model, make_optimizer(model, "sgd"), loss_of)
         batches = own_batches(case, plugin, None, steps)
         for step in range(steps):
@@ -378,6 +399,34 @@ def masters_and_the_loss_scale_move_along(precision: str) -> None:
         torch.testing.assert_close(found[0][name], found[1][name], rtol=0.02, atol=2e-3, msg=name)
     half = len(scales) // 2
     assert scales[:half] == scales[half:] and (precision == "bf16" or scales[0] < scales[half - 1])
+
+
+@checks.on(2)
+def checkpoints_before_and_after_a_move_are_whole() -> None:
+    """The second one, saved with other cuts, is read by a run without moves. The first is still written when layers
+    move."""
+    folder, kept = Path(from_rank_0(tempfile.mkdtemp)), []
+
+    def save(step: int, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        kept[:] = [optimizer]
+        if step == 6:  # layers move in the passes that follow
+            Clock.plugin.save(model, optimizer, step=6)
+
+    options = dict(checkpoints=CheckpointConfig(shared=folder))
+    plugin, model, _ = slow_soon(save, **options)
+    assert plugin.plan.layers_per_stage == (5, 1)
+    plugin.save(model, kept[0], step=8)
+    plugin.wait_for_saves()
+    expected = whole(model)
+    check_saved(Clock.booster, model)
+    other = plugin_of(Case("vit", "sgd", (1, 1), dict(pp_size=2) | options, dict(follow_speed=False)), cluster((1, 1)))
+    module = tiny_vit(depth=BLOCKS, seed=5).double()
+    again, optimizer, *_ = Booster(plugin=other).boost(module, make_optimizer(module, "sgd"), loss_of)
+    assert other.resume(again, optimizer).step == 8 and other.plan.layers_per_stage == (3, 3)
+    found = whole(again)
+    assert all(torch.equal(found[name], each) for name, each in expected.items()) and found.keys() == expected.keys()
+    assert other.resume(again, optimizer, step=6).step == 6
 
 
 test_live = checks.test()
