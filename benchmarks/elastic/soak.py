@@ -1,14 +1,15 @@
 """Many members die, join and leave while a model trains; the result is that of one process that nothing happens to.
 
-    python -m benchmarks.elastic.soak [--kills 100] [--steps 700] [--seed 0]
+    python -m benchmarks.elastic.soak [--kills 100] [--steps 700] [--seed 0] [--zero]
 
 Members are processes with a node each: two that can hold a small GPT-2 alone, and three of which two are needed. So
 plans have replicas of unequal depth. Every event is one of these: a member ends with SIGKILL, at a random moment or in
 a phase that is chosen at random (in passes or sums, before or after the commit, while it saves, while a world forms,
 while state moves); a member is warned with SIGTERM; a process joins. An event comes two steps after the one before at
-the earliest, because two members may be the last holders of a layer. Training is in fp64, with AdamW, clipping, a
-learning-rate schedule, and a layer checkpoint of every third step. Aim: it ends, and parameters differ by at most 1e-8
-from those of one process; no process and no unfinished file is left, and the last checkpoint is whole.
+the earliest, because two members may be the last holders of a layer. With ``--zero`` all five nodes can hold the model,
+plans have three replicas, and each third of the optimizer's state is on two members. Training is in fp64, with AdamW,
+clipping, a learning-rate schedule, and a layer checkpoint of every third step. Aim: it ends, and parameters differ by
+at most 1e-8 from those of one process; no process and no unfinished file is left, and the last checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ import psutil
 import torch
 
 from benchmarks.common import describe_machine, print_table
-from tests.support.elastic_jobs import NODES, PHASES, Job, undisturbed
+from tests.support.elastic_jobs import BIG_NODES, NODES, PHASES, Job, cluster, undisturbed
 
 AIM = 1e-8
 CHANGES = ("re-forming", "formed", "moving", "moved")
-TRAINING = tuple(phase for phase in PHASES if phase not in CHANGES)
+GATHERING = ("gathering", "gathered")  # with ZeRO only
+TRAINING = tuple(phase for phase in PHASES if phase not in (*CHANGES, *GATHERING, "evaluation"))
+ZERO = dict(zero_stage=1, topology=cluster(BIG_NODES), min_replicas=3)
 
 
-def event(job: Job, chance: random.Random, dies: bool) -> list[str]:
+def event(job: Job, chance: random.Random, dies: bool, zero: bool) -> list[str]:
     """Let something happen to the job; returns what, which is empty if nothing can.
 
     Args:
         job: that runs.
         chance: random numbers.
         dies: whether members may be killed.
+        zero: whether the job trains with ZeRO.
     """
     there = {job.nodes[number]: number for number in job.alive()}
-    away = [node for node in NODES if node not in there]
+    away = [node for node in (BIG_NODES if zero else NODES) if node not in there]
     bigs = sum(node.startswith("big") for node in there)
     # Somebody who holds the whole model must stay.
     victims = [node for node in there if bigs > 1 or node.startswith("small")] if len(there) > 3 else []
@@ -62,7 +66,7 @@ def event(job: Job, chance: random.Random, dies: bool) -> list[str]:
         getattr(job.members[number], "terminate" if kind == "warn" else "kill")()
         job.members[number].join(30)  # a warned member leaves after the running step
         return ["warn" if kind == "warn" else "kill at random"]
-    phase = chance.choice(CHANGES if kind == "in a change" else TRAINING)
+    phase = chance.choice(CHANGES if kind == "in a change" else TRAINING + GATHERING * zero)
     job.doom(number, phase)
     happened = []
     if kind == "in a change":
@@ -75,7 +79,7 @@ def event(job: Job, chance: random.Random, dies: bool) -> list[str]:
     return [*happened, f"kill {phase}"]
 
 
-def soak(kills: int, steps: int, seed: int, folder: Path) -> tuple[Counter[str], Job]:
+def soak(kills: int, steps: int, seed: int, folder: Path, zero: bool = False) -> tuple[Counter[str], Job]:
     """Run the job.
 
     Args:
@@ -83,13 +87,14 @@ def soak(kills: int, steps: int, seed: int, folder: Path) -> tuple[Counter[str],
         steps: optimizer steps.
         seed: of the events.
         folder: for checkpoints, and for what members are told.
+        zero: train with ZeRO, on nodes that can all hold the model.
     """
     chance, happened = random.Random(seed), Counter[str]()
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     dooms = folder / "dooms"
     dooms.mkdir()
-    with Job(steps, folder=folder / "checkpoints", dooms=dooms) as job:
-        for node in NODES[:4]:
+    with Job(steps, folder=folder / "checkpoints", dooms=dooms, **(ZERO if zero else {})) as job:
+        for node in (BIG_NODES if zero else NODES)[:4]:
             job.start(node)
         version, following = 0, 3
         while job.alive():
@@ -100,7 +105,7 @@ def soak(kills: int, steps: int, seed: int, folder: Path) -> tuple[Counter[str],
             killed = sum(number for kind, number in happened.items() if kind.startswith("kill"))
             if not following <= version < steps - 10:
                 continue
-            kinds = event(job, chance, killed < kills)
+            kinds = event(job, chance, killed < kills, zero)
             happened.update(kinds)
             if kinds:
                 print(f"step {version}: {', '.join(kinds)}", flush=True)
@@ -130,10 +135,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="members that are killed (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=700, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the random events (default: %(default)s)")
+    parser.add_argument("--zero", action="store_true", help="train with ZeRO stage 1")
     arguments = parser.parse_args()
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        happened, job = soak(arguments.kills, arguments.steps, arguments.seed, Path(folder))
+        happened, job = soak(arguments.kills, arguments.steps, arguments.seed, Path(folder), arguments.zero)
         check_folder(Path(folder) / "checkpoints")
     outcome = job.outcome
     _, expected = undisturbed(arguments.steps)

@@ -166,14 +166,6 @@ class HeldTensor(NamedTuple):
         """Name of the shard; tied parameters have their own, because a stage may hold one without the layer's rest."""
         return f"{division}.tied" if self.is_tied else division
 
-    @property
-    def parts(self) -> tuple[LocalPart, ...]:
-        """Parts that the master has, or the parameter if there is none. Local boxes are those of the parameter."""
-        if self.master is None or self.master.slices == 1:
-            return self.division.parts
-        start = self.master.start
-        return sliced(self.division.parts, self.tensor.shape, start, start + self.master.tensor.numel())
-
 
 def bare_model(model: nn.Module) -> nn.Module:
     while isinstance(model, ModelWrapper | DistributedDataParallel):
@@ -220,17 +212,22 @@ def held_parameters(model: nn.Module, optimizer: Any, outline: ModelOutline) -> 
 
 def pieces_of_memory(held: HeldTensor, entry: str, memory: Tensor) -> list[TensorPiece]:
     """The pieces of a tensor with the shape of the master, or of the parameter if there is none."""
-    master = held.master
-    pieces = []
-    for part in held.parts:
-        if master is not None and master.is_flat:
-            data = _in_slice(memory, held.tensor, part.local, master.start)
-        else:
-            everything = Box((0,) * held.tensor.dim(), tuple(held.tensor.shape))
-            data = memory[everything.slices_of(part.local)] if held.tensor.dim() else memory
-        shard = held.shard(held.division.shard + ("" if master is None else master.shard))
-        pieces.append(TensorPiece(held.layer, f"{entry}.{held.name}", held.shape, part.whole, data, shard))
-    return pieces
+    master, division, shape = held.master, held.division, held.tensor.shape
+    found: list[tuple[LocalPart, Tensor, str]] = []
+    if master is None or not master.is_flat:
+        everything = Box((0,) * held.tensor.dim(), tuple(shape))
+        for part in division.parts:
+            found.append((part, memory[everything.slices_of(part.local)] if shape else memory, division.shard))
+    else:
+        for number, own in zip(master.slice_numbers, memory.chunk(len(master.slice_numbers)), strict=True):
+            start, is_only = number * own.numel(), master.slices == 1
+            shard = division.shard + ("" if is_only else f".zero{number}of{master.slices}")
+            parts = division.parts if is_only else sliced(division.parts, shape, start, start + own.numel())
+            found += [(part, _in_slice(own, held.tensor, part.local, start), shard) for part in parts]
+    return [
+        TensorPiece(held.layer, f"{entry}.{held.name}", held.shape, part.whole, data, held.shard(shard))
+        for part, data, shard in found
+    ]
 
 
 def _in_slice(memory: Tensor, parameter: Tensor, box: Box, start: int) -> Tensor:

@@ -10,6 +10,7 @@ from colossalai.interface import OptimizerWrapper
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ..common.ranks import slices_held
 from ..profiling.aborted_step import find_zero_optimizer
 from ..profiling.preserved_state import inner_optimizer
 
@@ -20,20 +21,13 @@ of Python. The latter two are followed by a dot and the type in which they are s
 
 class Master(NamedTuple):
     tensor: Tensor
-    """Memory with the shape of the parameter on this rank, or of a slice of the flattened parameter."""
-    slice_number: int
+    """Memory with the shape of the parameter on this rank, or of slices of the flattened parameter, in turn."""
+    slice_numbers: tuple[int, ...]
+    """Slices in this memory; the first one is the one that this rank sends to others."""
     slices: int
     """Number of slices. With more than one, the last ones may end with padding."""
     is_flat: bool
-    """True if it is a slice of the flattened parameter, also if it is the only one."""
-
-    @property
-    def start(self) -> int:
-        return self.slice_number * self.tensor.numel() if self.is_flat else 0
-
-    @property
-    def shard(self) -> str:
-        return f".zero{self.slice_number}of{self.slices}" if self.slices > 1 else ""
+    """True if it has slices of the flattened parameter, also if there is only one."""
 
 
 def check_stage(model: Any) -> None:
@@ -47,17 +41,17 @@ def check_stage(model: Any) -> None:
 def masters_of(optimizer: Any) -> dict[int, Master]:
     zero = find_zero_optimizer(optimizer)
     if zero is not None:
-        stores = zero.pid_to_bucket_store
-        return {
-            key: Master(master, stores[key].local_rank, stores[key].world_size, True)
-            for key, master in zero.working_to_master_param.items()
-        }
+        copies, masters = getattr(zero, "copies", 1), {}
+        for key, master in zero.working_to_master_param.items():
+            rank, ranks = zero.pid_to_bucket_store[key].local_rank, zero.pid_to_bucket_store[key].world_size
+            masters[key] = Master(master, slices_held(rank, ranks, copies), ranks, True)
+        return masters
     # Wrappers that have no masters lack the method, or return None.
     found = getattr(optimizer, "get_working_to_master_map", lambda: None)()
     if found is not None:
-        return {key: Master(master, 0, 1, False) for key, master in found.items()}
+        return {key: Master(master, (0,), 1, False) for key, master in found.items()}
     return {
-        id(parameter): Master(parameter, 0, 1, False)
+        id(parameter): Master(parameter, (0,), 1, False)
         for group in inner_optimizer(optimizer).param_groups
         for parameter in group["params"]
     }

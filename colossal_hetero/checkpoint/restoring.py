@@ -15,7 +15,7 @@ from ..profiling.aborted_step import find_zero_optimizer
 from ..profiling.preserved_state import inner_optimizer
 from .held_pieces import HeldTensor, buffer_pieces, held_parameters, pieces_of_memory, scalar_piece
 from .model_outline import ModelOutline
-from .optimizer_memory import NUMBER, PARAMETER, check_stage
+from .optimizer_memory import NUMBER, PARAMETER, check_stage, masters_of
 from .pieces import TensorPiece
 from .run_states import Training
 
@@ -130,11 +130,12 @@ def wait_for_parameters(optimizer: Any) -> None:
 
 def _gather(zero: LowLevelZeroOptimizer) -> None:
     device = get_accelerator().get_current_device()
+    masters = masters_of(zero)
     for parameter, group in zero.param_to_pg.items():
-        master = zero.working_to_master_param.get(id(parameter))
+        master = masters.get(id(parameter))
         if master is None:
             continue
-        part = master.to(device).to(parameter.dtype)
-        gathered = part.new_empty(part.numel() * zero.pid_to_bucket_store[id(parameter)].world_size)
+        part = master.tensor.chunk(len(master.slice_numbers))[0].to(device).to(parameter.dtype)
+        gathered = part.new_empty(part.numel() * master.slices)
         all_gather_into_flat_tensor_nd(gathered, part, group)
         parameter.data.copy_(gathered[: parameter.numel()].view(parameter.shape))

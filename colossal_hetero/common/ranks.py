@@ -26,6 +26,11 @@ def is_lost_connection(words: str) -> bool:
     return _LOST.search(words) is not None
 
 
+def slices_held(rank: int, ranks: int, copies: int) -> tuple[int, ...]:
+    """The slices that a rank of a ZeRO group holds, its own first, if ``copies`` ranks hold each slice."""
+    return tuple((rank + number) % ranks for number in range(min(copies, ranks)))
+
+
 def own_address() -> str:
     """Address of this machine toward ``MASTER_ADDR``; a loopback address if that is here or cannot be reached."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")

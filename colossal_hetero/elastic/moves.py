@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ..checkpoint.exchange import BoxMemory, fetch_boxes
-from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, cover
+from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, cover, whole
 from ..checkpoint.transfers import Need, choose_sources
 from ..common.ranks import of_every_rank
 
@@ -80,14 +81,22 @@ def move_pieces(
     needs = of_every_rank([Need(each.layer, each.key, each.box, each.data.element_size()) for each in needed])
     try:
         fetches = choose_sources(dict(enumerate(needs)), node_of, bitmap)
-    except LookupError as error:
-        raise HoldingsLost(str(error)) from None
+    except LookupError:
+        raise HoldingsLost(", ".join(dict.fromkeys(_incomplete(holdings)))) from None
     sources: dict[str, list[TensorPiece]] = {}
     for piece in held:
         sources.setdefault(piece.key, []).append(piece)
     outcome = fetch_boxes(fetches, node_of, BoxMemory(needed, shapes, dtypes), partial(_copy, held=sources))
     assert not outcome.left and not outcome.problems
     return outcome.received_bytes
+
+
+def _incomplete(holdings: Sequence[Sequence[HeldBox]]) -> Iterator[str]:
+    """Layers of which no rank has some elements."""
+    boxes: dict[tuple[str, str, tuple[int, ...]], set[Box]] = {}
+    for each in itertools.chain.from_iterable(holdings):
+        boxes.setdefault((each.layer, each.key, each.shape), set()).add(each.box)
+    return (layer for (layer, _, shape), held in boxes.items() if cover(whole(shape), sorted(held))[1])
 
 
 def _bitmap(holdings: Sequence[Sequence[HeldBox]]) -> tuple[Bitmap, dict[str, tuple[int, ...]], dict[str, str]]:

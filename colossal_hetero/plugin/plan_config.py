@@ -49,7 +49,8 @@ class PlanConfig:
     """True if stages that do not fit otherwise may run their forward passes again in the backward passes."""
     zero_stages: Sequence[int] = (0, 1)
     """ZeRO stages to try, where they gain 1 %; ``zero_stage`` of the plugin then follows from the plan. Only 0 if
-    ``zero_stage`` is given to the plugin. Elastic training has plans in stage 0 without recomputation only."""
+    ``zero_stage`` is given to the plugin. Elastic training plans in stage 0, or in both if ``zero_stage=1`` is
+    given to the plugin, without recomputation."""
     follow_speed: bool | None = None
     """True if layers move to other ranks while training, when stages take other times than planned and another plan is
     faster; False if stages are only reported. None: True for ``plan="auto"``, where it is possible."""

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from colossalai.zero.low_level.bookkeeping import TensorBucket
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -38,6 +40,8 @@ from tests.support.layer_profiles import layer_times
 BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
 LIMIT_SECONDS = 240
 NODES = ("big-0", "small-0", "small-1", "small-2", "big-1")
+BIG_NODES = ("big-0", "big-1", "big-2", "big-3", "big-4")
+"""Nodes that can all hold the model, so that each has a replica."""
 
 
 def cluster(names: Sequence[str] = NODES, devices_per_node: Sequence[int] = (1, 1, 1, 1, 1)) -> Topology:
@@ -132,6 +136,8 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "formed": (JobMember, "form_world", True),
     "moving": (session, "move_pieces", False),
     "moved": (session, "move_pieces", True),
+    "gathering": (TensorBucket, "all_gather", False),  # parameters, after ZeRO's step
+    "gathered": (TensorBucket, "all_gather", True),
 }
 """What is called in each phase: owner, name, and whether the process ends after it instead of before."""
 
@@ -142,12 +148,13 @@ class Kill:
 
     version: int  # optimizer steps that are done
     phase: str  # one of :data:`PHASES`
+    recoveries: int = 0  # that it has gone through, at least
 
 
 @contextmanager
-def phases(kill: Kill | None, version: Callable[[], int]) -> Iterator[None]:
-    """In the block, the process ends itself where ``kill`` says, or when the file of :data:`DOOM` is there. ``version``
-    tells how many optimizer steps are done."""
+def phases(kill: Kill | None, progress: Callable[[], tuple[int, int]]) -> Iterator[None]:
+    """In the block, the process ends itself where ``kill`` says, or when the file of :data:`DOOM` is there.
+    ``progress`` tells how many optimizer steps are done, and recoveries."""
     doom = os.environ.get(DOOM)
     if kill is None and doom is None:
         yield
@@ -156,8 +163,10 @@ def phases(kill: Kill | None, version: Callable[[], int]) -> Iterator[None]:
     def check(phase: str) -> None:
         if phase in ("forward", "evaluation") and (phase == "forward") != torch.is_grad_enabled():
             return
-        if kill is not None and kill.phase == phase and version() == kill.version:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if kill is not None and kill.phase == phase:
+            version, recoveries = progress()
+            if version == kill.version and recoveries >= kill.recoveries:
+                os.kill(os.getpid(), signal.SIGKILL)
         if doom is not None and os.path.exists(doom) and Path(doom).read_text() == phase:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -177,6 +186,18 @@ def phases(kill: Kill | None, version: Callable[[], int]) -> Iterator[None]:
         yield
 
 
+class DoubleZeroPlugin(HeteroHybridParallelPlugin):
+    """A plugin whose ZeRO is in fp64, with masters too. Colossal-AI's masters are fp32."""
+
+    def _build(self, **arguments: Any) -> None:
+        super()._build(**arguments)
+        self.zero_config["forced_dtype"] = None
+
+    def _configure(self, objects: Any) -> Any:
+        with patch.object(Tensor, "float", lambda tensor: tensor):
+            return super()._configure(objects)
+
+
 # Members --------------------------------------------------------------------------------------------------------------
 
 
@@ -190,15 +211,18 @@ def train(
     topology: Topology | None = None,
     at_end: Callable[[Booster, Any, Any], None] = lambda *_: None,
     after_step: Callable[[Booster, Any], None] = lambda *_: None,
+    zero_stage: int = 0,
+    min_replicas: int = 2,
 ) -> None:
     """What every member does: the script of a user. It waits at the steps in ``joins`` until a member has started."""
     checkpoints = None if folder is None else CheckpointConfig(shared=folder, save_every=3)
     planning = PlanConfig(
-        cluster=topology or cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2
+        cluster=topology or cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=min_replicas
     )
     parts = dict(planning=planning, elastic=elastic or ElasticConfig(**QUICK), checkpoints=checkpoints)
-    plugin = HeteroHybridParallelPlugin(plan="auto", **parts, precision="fp32", max_norm=1.0)
-    with phases(kill, lambda: plugin.version):
+    kind = DoubleZeroPlugin if zero_stage else HeteroHybridParallelPlugin
+    plugin = kind(plan="auto", **parts, precision="fp32", max_norm=1.0, zero_stage=zero_stage)
+    with phases(kill, lambda: (plugin.version, len(plugin.recoveries))):
         model = gpt2().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -281,7 +305,8 @@ class Outcome:
 class Job:
     """A store and members, which are killed at the end of the ``with`` block. Members call ``script``, a function and
     its first arguments, or :func:`train`: so many ``steps``, with layer checkpoints of every third step in ``folder``;
-    at the steps ``joins`` they wait until another one has started. ``dooms`` is a folder for :meth:`doom`."""
+    at the steps ``joins`` they wait until another one has started. ``dooms`` is a folder for :meth:`doom`; ``options``
+    are further ones of :func:`train`."""
 
     def __init__(
         self,
@@ -290,8 +315,9 @@ class Job:
         folder: Path | None = None,
         joins: Sequence[int] = (),
         dooms: Path | None = None,
+        **options: Any,
     ) -> None:
-        self._dooms = dooms
+        self._dooms, self._train = dooms, partial(train, **options)
         self._context = forked_context()
         # Not one queue: a member that is killed or frozen may hold the lock of a queue, which all others then wait for.
         self._results: dict[Connection, int] = {}
@@ -312,7 +338,7 @@ class Job:
     def start(self, node: str, kill: Kill | None = None, script: tuple[Any, ...] | None = None) -> int:
         """Start a member, with a script of its own if one is given; returns its number."""
         number = len(self.members)
-        script = script or self._script or (train, self._steps, kill, self._folder, self._joins)
+        script = script or self._script or (self._train, self._steps, kill, self._folder, self._joins)
         doom = None if self._dooms is None else self._dooms / str(number)
         self._launch(_member, self._server.port, node, script, doom)
         self.nodes.append(node)
@@ -385,9 +411,10 @@ def run_job(
     joins: Mapping[str, int] | None = None,
     warnings: Mapping[int, int] | None = None,
     folder: Path | None = None,
+    **options: Any,
 ) -> Outcome:
     """Run a job until all its members have ended. ``kills``: by number of the member; ``joins``, by node, and
-    ``warnings`` (SIGTERM), by number: the step after which."""
+    ``warnings`` (SIGTERM), by number: the step after which. ``options`` are those of :func:`train`."""
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
 
     def at_message(_: int, kind: str, content: list[Any]) -> None:
@@ -400,7 +427,7 @@ def run_job(
             del warned[number]
             job.members[number].terminate()
 
-    with Job(steps, folder=folder, joins=[after for after in joins.values() if after < steps]) as job:
+    with Job(steps, folder=folder, joins=[after for after in joins.values() if after < steps], **options) as job:
         for number, node in enumerate(nodes):
             job.start(node, kills.get(number))
         return job.run(at_message)

@@ -12,6 +12,11 @@ make it. Then all ranks, in this order:
 
 A process that joins goes through 1 to 3 in the plugin's constructor and in ``booster.boost``, and through 4 in
 ``plugin.resume``.
+
+[Note: in a step] With ZeRO, parameters are gathered after masters are updated. If that fails, the step is made: 4 fills
+parameters from masters. But scripts have not yet called what comes after it, such as ``schedule.step()``, so their
+states are those of a step before. A process that gets such a state begins with this iteration, and skips its passes and
+its ``optimizer.step``. If the script of any member is past the step, a process that joins gets the state of that one.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -77,6 +83,8 @@ class ElasticRun:
         self._inner_step: Callable[..., Any] | None = None
         self._random: SeededPasses | None = None
         self._loader_is_old = self._repeats_evaluation = False
+        self._stepping: int | None = None  # steps that were done when the script's running ``optimizer.step`` began
+        self._skips = False  # the script's first iteration; see [Note: in a step]
         self.evaluations = Evaluations()
         self._steps_in_world = 0
 
@@ -133,8 +141,8 @@ class ElasticRun:
                 raise self._left_behind(self._agreed.version)
             if catch_up is CatchUp.STEP:
                 assert self._inner_step is not None
-                commit = self._agreed.commit
-                self._objects.optimizer.gradients.exchange = lambda *_: commit
+                commit, optimizer = self._agreed.commit, self._objects.optimizer
+                optimizer.gradients.exchange, optimizer.is_alone = lambda *_: commit, True
                 self._inner_step()
                 self._stepped(commit)
         if self._holds and self._held is None:
@@ -151,7 +159,12 @@ class ElasticRun:
     def _let_go(self) -> Held:
         """Take what this rank holds out of the old model and optimizer, and the groups of the old world from them."""
         self._inner_step = None
-        return release_state(self._training(self._scheduler, self._loader))
+        return release_state(self._training(self._scheduler, self._loader), self._is_in_step)
+
+    @property
+    def _is_in_step(self) -> bool:
+        """True if a step is made, but the script has not done yet what it does after it."""
+        return self._skips or (self._stepping is not None and self.version > self._stepping)
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
@@ -226,7 +239,8 @@ class ElasticRun:
                 lambda reason: self._go_on(reason, lr_scheduler, loader),
             )
             self.version = self._agreed.version
-            start = Start(self.version, int(loader.state_dict()["epoch"]), received_bytes=received)
+            step = self.version - self._skips
+            start = Start(step, int(loader.state_dict()["epoch"]), received_bytes=received)
         self._holds, self._layers = True, self._new_layers
         return start
 
@@ -241,7 +255,10 @@ class ElasticRun:
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
         assert self._agreed is not None
-        return restore(self._training(lr_scheduler, loader), self._held, self._agreed)
+        received, in_step = restore(self._training(lr_scheduler, loader), self._held, self._agreed.version)
+        if not self._holds:
+            self._skips = in_step
+        return received
 
     # Iterations ---------------------------------------------------------------------------------------------------
 
@@ -251,8 +268,10 @@ class ElasticRun:
     def run(self, passes: Callable[[], dict]) -> dict:
         """Run forward and backward passes, in another world if this one breaks."""
         self._before_call()
+        if self._skips:
+            return {"loss": None, "outputs": None}
         if not self._calls and self._commit is not None and any(self._commit.words):
-            self._change("a member joins or leaves")
+            self._change("a member joins or leaves", failed=False)
         seeded = partial(self._seeded, passes, len(self._calls))
         self._calls.append(seeded)
         try:
@@ -306,25 +325,38 @@ class ElasticRun:
         self._members.depart()
 
     def _repeat(self) -> dict:
-        """Repeat the passes since the last step; returns what the last of them does."""
+        """Repeat the passes since the last step, however often it takes; returns what the last of them does."""
         result: dict = {}
-        for passes in self._calls:
-            result = passes()
-        return result
+        while True:
+            try:
+                for passes in self._calls:
+                    result = passes()
+                return result
+            except RuntimeError as error:
+                reason = _lost(error)
+            self._change(reason)
 
     def _step(self, _: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._inner_step is not None
-        version = self.version
+        if self._skips:
+            self._skips = False
+            return None
+        self._stepping = version = self.version
         try:
-            result = self._inner_step(*args, **kwargs)
-        except RuntimeError as error:
-            reason = _lost(error)
-        else:
-            assert self._commit is not None
-            self._stepped(self._commit)
-            return result
-        self._change(reason)
-        if self.version > version:  # made with what the others agreed on
+            try:
+                result = self._inner_step(*args, **kwargs)
+                assert self._commit is not None
+                self._stepped(self._commit)
+                lost = self._objects.optimizer.lost
+                if lost is not None:
+                    raise lost
+                return result
+            except RuntimeError as error:
+                reason = _lost(error)
+            self._change(reason)
+        finally:
+            self._stepping = None
+        if self.version > version:  # made, here or with what the others agreed on
             return None
         self._repeat()
         return self._objects.optimizer.step(*args, **kwargs)
@@ -348,10 +380,10 @@ class ElasticRun:
 
     # Another world ------------------------------------------------------------------------------------------------
 
-    def _change(self, reason: str) -> None:
+    def _change(self, reason: str, failed: bool = True) -> None:
+        """Go on in another world, because this one has ``failed``, or because of a member that joins or leaves."""
         begin, members = time.monotonic(), dist.get_world_size()
         self._check_progress(reason)
-        failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
         received = 0
         while True:
             try:
@@ -418,6 +450,8 @@ class ElasticRun:
         self._session.make_again(self._plugin, self._loader)
         received = self._restore(lr_scheduler, loader)
         self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
+        if self._commit is not None:  # what a member of the old world has said there
+            self._commit = replace(self._commit, words=())
         return received
 
 

@@ -18,6 +18,7 @@ from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan
 from ...planner.profile.fitted_profiles import on_links
+from ...planner.profile.layer_costs import LayerCosts
 from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import why_not_unequal
@@ -25,6 +26,7 @@ from ..training_objects import check_option
 from .members import Members
 
 SECONDS_PER_LOOK = 0.1  # between two looks who has come
+SHARD_COPIES = 2  # ranks that hold each shard of an optimizer's state
 
 
 # Waiting -------------------------------------------------------------------------------------------------------------
@@ -81,11 +83,6 @@ def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
         )
     if arguments["pp_size"] is not None:
         raise ValueError(f"pp_size={arguments['pp_size']} is not possible in elastic training; leave it out")
-    if arguments.get("zero_stage"):
-        raise ValueError(
-            f"zero_stage={arguments['zero_stage']} is not possible in elastic training, because a lost member would "
-            "take its part of the optimizer's state along; use zero_stage=0"
-        )
     reason = why_not_unequal(arguments, arguments["batches"] is not None)
     if reason is not None:
         raise ValueError(f"replicas may differ in elastic training, and then {reason}")
@@ -113,7 +110,24 @@ def elastic_planning(
 ) -> PlanConfig:
     there = surviving_topology(cluster, nodes)
     changes: dict[str, Any] = dict(layer_sums=True, recompute=False, zero_stages=(0,))
+    if arguments.get("zero_stage"):
+        profile, changes["zero_stages"] = with_copied_shards(profile), (0, 1)
     return dataclasses.replace(arguments["planning"], cluster=there, profile=profile, **changes)
+
+
+class _CopiedShards(ModelProfile):
+    """A profile whose optimizer states have each shard twice; see [Note: copies of shards]."""
+
+    def costs(self, *args: Any, zero_shards: int = 1, **kwargs: Any) -> LayerCosts:
+        return super().costs(*args, zero_shards=max(zero_shards // SHARD_COPIES, 1), **kwargs)
+
+
+def with_copied_shards(profile: ModelProfile) -> ModelProfile:
+    """The profile with the memory of ZeRO in elastic training, which is on also where a plan is in stage 0, with all
+    shards on each rank."""
+    if profile.precision == "fp32" and not profile.master_copies:
+        profile = profile.model_copy(update=dict(state_factor=profile.state_factor + 1, master_copies=True))
+    return _CopiedShards.model_construct(**dict(profile))
 
 
 def seated(plan: Plan, topology: Topology, profile: ModelProfile, held: Sequence[HeldLayers | None]) -> Plan:

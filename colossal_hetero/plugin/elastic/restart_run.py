@@ -24,7 +24,6 @@ from torch import Tensor
 from ...checkpoint.held_pieces import pieces_of
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.optimizer_memory import state_entries
-from ...checkpoint.run_states import run_state_of
 from ...common.ranks import of_every_rank
 from ...common.text import say
 from ...elastic.config import ElasticConfig
@@ -45,6 +44,7 @@ from ..replicas.replica_gradients import Commit
 from .elastic_run import Build, ElasticRun
 from .members import JobMember, Members, RestartedMember
 from .planning import cluster_of, elastic_planning, profile_of
+from .session import state_now
 
 START_AGAIN_CODE = 1  # of a process that is to be started again
 SIGTERM_SECONDS = 20.0
@@ -136,7 +136,7 @@ class RestartRun(ElasticRun):
             return
         training = self._training(self._scheduler, self._loader)
         pieces = pieces_of(training.model, training.optimizer, training.outline)
-        state = run_state_of(training, pieces, epoch=0, plan="")
+        state = state_now(training, pieces, self._is_in_step)
         name, kinds = StateName(self.version, self._world), state_entries(training.optimizer)
         # Passes change buffers.
         kept = [replace(each, data=each.data.clone()) if each.key.startswith("buffer.") else each for each in pieces]
@@ -148,10 +148,11 @@ class RestartRun(ElasticRun):
         with self._keeper.commit():
             return super()._exchange(squared_norm, has_gradient, is_read)
 
-    def _change(self, reason: str) -> None:
+    def _change(self, reason: str, failed: bool = True) -> None:
         """End all processes: a member is lost, leaves or joins. First take what only leaving ones hold."""
         assert self._keeper is not None
-        if self._commit is not None and any(self._commit.words) and not self._calls:
+        self._before_call()  # if the step was made
+        if not failed:
             try:
                 self._hand_over()
             except RuntimeError as error:

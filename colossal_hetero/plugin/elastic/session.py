@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from ...checkpoint.held_pieces import pieces_of
 from ...checkpoint.model_outline import outline_of
 from ...checkpoint.optimizer_memory import state_entries
+from ...checkpoint.pieces import RunState, TensorPiece
 from ...checkpoint.restoring import Restoring
-from ...checkpoint.run_states import Training, restore_run, run_state_of
+from ...checkpoint.run_states import Training, restore_group_options, restore_run, run_state_of
 from ...common.ranks import of_every_rank
-from ...elastic.held_layers import CatchUp, Held, RecoveryDecision
+from ...elastic.held_layers import Held
 from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ...profiling.model_layers import find_block_row
 from ..training_objects import TrainingObjects
@@ -110,16 +111,24 @@ START_AGAIN = (
 
 NOTHING = Held([], {}, None)  # of a process that joins
 
+IN_STEP = "in_step"
+"""Entry of a rank's state, true in a step that is made; see [Note: in a step] in ``elastic_run.py``."""
+
 
 class StateLost(Exception):
     """The last holder of a part of the state is gone."""
 
 
-def release_state(training: Training) -> Held:
+def state_now(training: Training, pieces: list[TensorPiece], in_step: bool) -> RunState:
+    state = run_state_of(training, pieces, epoch=0, plan="")
+    return dataclasses.replace(state, rank={**state.rank, IN_STEP: in_step})
+
+
+def release_state(training: Training, in_step: bool) -> Held:
     """Take what this rank holds; the model and the optimizer are empty then, without groups of the old world."""
     model, optimizer = training.model, training.optimizer
     pieces = pieces_of(model, optimizer, training.outline)
-    state = run_state_of(training, pieces, epoch=0, plan="")
+    state = state_now(training, pieces, in_step)
     inner, mode = model.unwrap(), model.training
     modes = {name: each.training for name, each in inner.named_modules() if name and each.training != mode}
     frozen = frozenset(name for name, each in inner.named_parameters() if not each.requires_grad)
@@ -140,12 +149,15 @@ def receive_state(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
     return dataclasses.replace(held, pieces=[*held.pieces, *taken]), received
 
 
-def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> int:
-    """Fill model and optimizer from what all ranks hold; returns the bytes received. All ranks call it."""
+def restore(training: Training, held: Held | None, step: int) -> tuple[int, bool]:
+    """Fill model and optimizer from what all ranks hold after ``step`` steps; returns the bytes received, and if the
+    script of a rank that held nothing before is in this step now; see :data:`IN_STEP`. All ranks call it."""
     held = held or NOTHING
     holdings = all_holdings(held.pieces)
     shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
-    everyone = of_every_rank((held.kinds, held.modes, held.frozen))
+    state = held.state
+    is_in_step = None if state is None else bool(state.rank[IN_STEP])
+    everyone = of_every_rank((held.kinds, held.modes, held.frozen, is_in_step))
     kinds = {entry: kind for of_rank, *_ in everyone for entry, kind in of_rank.items()}
     outline = training.outline
     lost = [name for name in outline.stored if f"param.{name}" not in shapes and f"buffer.{name}" not in shapes]
@@ -156,15 +168,18 @@ def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> 
     try:
         received = move_pieces(restoring.pieces, held.pieces, holdings)
     except HoldingsLost as error:
-        raise StateLost(f"the members that are left do not hold all elements: {error}; {START_AGAIN}") from None
+        raise StateLost(f"the members that are left do not hold all elements of {error}; {START_AGAIN}") from None
     restoring.finish()
-    state: list[Any] = [held.state]
-    dist.broadcast_object_list(state, src=agreed.catch_ups.index(CatchUp.KEEP))
-    restore_run(training, restoring.pieces, state, step=agreed.version)
-    modes = {name: mode for _, of_rank, _ in everyone for name, mode in of_rank.items()}
+    in_step, source = min((each, rank) for rank, (*_, each) in enumerate(everyone) if each is not None)
+    states: list[Any] = [state]
+    dist.broadcast_object_list(states, src=source)
+    restore_run(training, restoring.pieces, states, step=step)
+    if state is not None:  # the script of this rank goes on with its own schedule
+        restore_group_options(training.optimizer, outline, state.param_groups)
+    modes = {name: mode for _, of_rank, *_ in everyone for name, mode in of_rank.items()}
     if modes:  # unless all processes have just started, and their scripts set them
-        _switch(training.model, modes, frozenset().union(*(frozen for *_, frozen in everyone)))
-    return received
+        _switch(training.model, modes, frozenset().union(*(frozen for _, _, frozen, _ in everyone)))
+    return received, in_step
 
 
 def _switch(model: Any, modes: Mapping[str, bool], frozen: frozenset[str]) -> None:

@@ -35,7 +35,7 @@ from ...elastic.held_layers import HeldLayers, Recoveries, Recovery
 from ...planner.cost.plan import Plan
 from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO
 from ..elastic.elastic_run import ElasticRun
-from ..elastic.planning import check_elastic, seated
+from ..elastic.planning import SHARD_COPIES, check_elastic, seated
 from ..elastic.restart_run import elastic_run_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
@@ -193,6 +193,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         arguments, layers_per_chunk = plugin_arguments.split_off_layers_per_chunk(arguments)
         arguments, self._optimizers = split_off_overlap(arguments)
         if self._unequal is not None:
+            self._unequal.shard_copies = SHARD_COPIES if self._elastic is not None else 1
             self._optimizers = functools.partial(self._unequal.optimizers, arguments)
         with nullcontext() if self._planned is None else self._planned.mesh(arguments.get("dp_outside", True)):
             super().__init__(**arguments)

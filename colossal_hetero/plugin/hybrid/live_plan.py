@@ -34,7 +34,7 @@ from ...common.methods import wrap_method
 from ...common.ranks import from_rank_0, of_every_rank, print_on_rank_0
 from ...common.text import duration
 from ...data_parallel.loader import HeteroDataLoader
-from ...elastic.held_layers import CatchUp, RecoveryDecision, layers_by_rank, missing_bytes
+from ...elastic.held_layers import layers_by_rank, missing_bytes
 from ...planner.cluster.topology import Topology
 from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
@@ -246,7 +246,7 @@ class LivePlan:
         del inner, before_it
         if self._plugin._checkpoints is not None:
             self._plugin.wait_for_saves()
-        held = release_state(training)
+        held = release_state(training, in_step=False)
         self._is_moving = True
         try:
             planning = replace(self._plugin.planning, cluster=proposal.topology, profile=self._run.profile)
@@ -254,8 +254,7 @@ class LivePlan:
             self._session.make_again(self._plugin, loader)
         finally:
             self._is_moving = False
-        decision = RecoveryDecision(self._steps, None, (CatchUp.KEEP,) * dist.get_world_size())
-        received = restore(training, held, decision)
+        received, _ = restore(training, held, self._steps)
         restore_process(random)
         del held
         left = _first_in_use(known)

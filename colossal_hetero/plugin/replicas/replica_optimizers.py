@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...colossalai_support.corrections import replaced
+from ...common.ranks import slices_held
 from ..zero.gradient_sums import all_reduce_gradients, scatter_gradients
 from ..zero.overlapped_optimizer import OverlappedHybridZeroOptimizer
 from .replica_gradients import (
@@ -41,6 +42,7 @@ class Sharing:
     find_groups: GroupFinder
     max_elements: int  # of a bucket
     early: bool  # sums start in backward passes
+    copies: int = 1  # ranks that hold each part of ZeRO's optimizer state
 
     def find_buckets(self, model: ReplicaModule, trained: list[Parameter]) -> SharedParameters:
         group = model.tp_group
@@ -67,6 +69,9 @@ class ReplicaOptimizer:
     """Common base of the optimizers for replicas that are not alike."""
 
     gradients: ReplicaGradients
+    is_alone = False  # the other ranks are gone: a step is made without them, and leaves parameters for later
+    lost: RuntimeError | None = None
+    """Error after the last step was made, which has left parameters incomplete; masters have their values."""
     _commit: Commit
 
     def _check_pass(self) -> None:
@@ -151,7 +156,13 @@ class ReplicaAMPOptimizer(_WholeGradients, HybridParallelAMPOptimizer):
 
 
 class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
-    """ZeRO stage 1 for replicas that are not alike: the holders of a layer share its optimizer state."""
+    """ZeRO stage 1 for replicas that are not alike: the holders of a layer share its optimizer state.
+
+    [Note: copies of shards] With ``copies=2``, rank r of R holders has shard r of a master and its moments, and also
+    shard r + 1 (modulo R), one after the other in the same memory. Both of its holders get the same gradient, and each
+    element is updated on its own, so both have the same values after each step. No other message is needed, and if any
+    single rank is lost, the others hold everything. A rank sends parameters, and counts the norm, of its first shard.
+    """
 
     def __init__(
         self,
@@ -161,7 +172,7 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         sharing: Sharing,
         **kwargs: Any,
     ) -> None:
-        self._early = sharing.early
+        self._early, self.copies = sharing.early, sharing.copies
         self._shared = sharing.find_buckets(model, _parameters_of(optimizer))
         by_group: dict[dist.ProcessGroup, list[Parameter]] = {}
         for bucket in self._shared.buckets:
@@ -170,11 +181,15 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         kwargs |= dict(pg_to_param_list=by_group, dp_process_group=None, overlap_communication=True)
         super().__init__(optimizer, model, *args, **kwargs)
         model.gradients = self.gradients
+        if self.copies > 1:
+            self.update_master_params(model)
+            for name in ("state_dict", "state_dict_shard", "load_state_dict", "get_param_grad"):
+                setattr(self, name, partial(_refuse, name))
         self._is_scaled = _use_committed_overflow(self.mixed_precision_mixin, lambda: self._commit.overflow)
 
     def _attach_reduction_hook(self) -> None:
         deliver, dtype = self._deliver_to_stores(), self._communication_dtype
-        start = partial(scatter_gradients, deliver=deliver, dtype=dtype)
+        start = partial(scatter_gradients, deliver=deliver, dtype=dtype, copies=self.copies)
         self.gradients = ReplicaGradients(self._shared, self.tp_pg, start, sharded=True, early=self._early)
         self.sums = self.gradients.sums
 
@@ -186,10 +201,47 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
 
     def _before_step(self) -> None:
         def shard_of(parameter: Parameter) -> Tensor | None:
-            return self.pid_to_grad_store[id(parameter)].get_working_grad_by_param_id(id(parameter))
+            shards = self.pid_to_grad_store[id(parameter)].get_working_grad_by_param_id(id(parameter))
+            return None if shards is None else shards[: self._shard_size(parameter)]
 
         self._commit = self.gradients.commit(shard_of, self._clip_grad_norm > 0 or self._is_scaled)
         self._forget(self.gradients.unused(self._commit))
+
+    def step(self, closure: Any = None) -> None:
+        whole: list[tuple[Tensor, Tensor]] = []
+
+        def own_shards(optimizer: Optimizer, *_: Any) -> None:  # the parent class gathers what it finds
+            for group in optimizer.param_groups:
+                for master in group["params"]:
+                    whole.append((master, master.data))
+                    master.data = master.data[: self._shard_size(self.master_to_working_param[id(master)])]
+                if self.is_alone:
+                    group["params"] = []
+
+        self.lost = None
+        hook = self.optim.register_step_post_hook(own_shards)
+        try:
+            super().step(closure)
+        except RuntimeError as error:
+            if self.copies == 1 or not whole:
+                raise
+            self.lost = error
+        finally:
+            hook.remove()
+            for master, data in whole:
+                master.data = data
+
+    def _shard_size(self, parameter: Parameter) -> int:
+        return -(-parameter.numel() // self.pid_to_bucket_store[id(parameter)].world_size)
+
+    def update_master_params(self, model: nn.Module) -> None:
+        """Copy parameters to masters, with all shards that this rank holds."""
+        if self.copies == 1:
+            return super().update_master_params(model)
+        for parameter, padded in self._working_param_to_padded_working_param.items():
+            store, master = self.pid_to_bucket_store[id(parameter)], self.working_to_master_param[id(parameter)]
+            held = slices_held(store.local_rank, store.world_size, self.copies)
+            master.data = padded.detach().view(store.world_size, -1)[list(held)].flatten().to(master)
 
     def _compute_grad_norm(self, dp_pg: Any, gradients: list[Tensor], norm_type: int = 2) -> float:
         return 0.0  # of one group of holders; the norm of the whole model is in the commit
@@ -197,6 +249,13 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
     def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
         self._current_grad_norm = self._commit.gradient_norm
         super()._unscale_and_clip_grads(grad_groups_flat, self._commit.gradient_norm)
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} takes each shard of the optimizer's state from one rank, but in elastic training two ranks hold it; "
+        "use plugin.save and plugin.resume"
+    )
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Parameter]:

@@ -81,6 +81,8 @@ class UnequalReplicas:
     """Lets this rank run its own replica of a plan, and sums gradients layer by layer over all ranks that hold a layer.
     Made by all ranks at once."""
 
+    shard_copies = 1  # ranks that hold each shard of ZeRO's optimizer state
+
     def __init__(self, plan: Plan, make_group: MakeGroup) -> None:
         self.plan = plan
         rank = dist.get_rank()
@@ -110,7 +112,7 @@ class UnequalReplicas:
         else:
             max_elements = arguments.get("ddp_bucket_cap_mb", BUCKET_MIB) * 1024 * 1024 // 4
         early = arguments.get("overlap_communication", True)
-        return replica_optimizers(Sharing(self._find_groups, max_elements, early))
+        return replica_optimizers(Sharing(self._find_groups, max_elements, early, self.shard_copies))
 
     def _find_groups(self, wanted: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
         for ranks in wanted:

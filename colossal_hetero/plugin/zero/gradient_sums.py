@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from ...common.ranks import slices_held
+
 T = TypeVar("T")
 
 Finish = Callable[[], object]  # waits until a sum is complete, and puts it where it belongs
@@ -223,16 +225,19 @@ def scatter_gradients(
     deliver: Callable[[Parameter, Tensor], None],
     dtype: torch.dtype | None,
     divide: bool = False,
+    copies: int = 1,
 ) -> Finish:
     """Start the sum of gradients, of which each of R ranks keeps a shard, as ZeRO's optimizer uses them: a gradient of
     n elements is padded with zeros to a multiple of R, and the shard of rank r begins at ``r · ⌈n/R⌉``.
 
     Args:
-        deliver: called with a parameter and this rank's shard, ``[⌈n/R⌉]`` in the gradient's type.
+        deliver: called with a parameter and this rank's shards, ``[⌈n/R⌉]`` each, in the gradient's type.
         dtype: that of messages; None: the gradients' own.
         divide: get the mean over ranks, not the sum.
+        copies: number of ranks that get each shard, with the same bits; see :func:`.slices_held`.
     """
     ranks = dist.get_world_size(bucket.group)
+    held = slices_held(dist.get_rank(bucket.group), ranks, copies)
     sizes = [-(-parameter.numel() // ranks) for parameter in bucket.parameters]
     first = bucket.parameters[0]
     rows = torch.empty(ranks, sum(sizes), dtype=first.dtype, device=first.device)
@@ -248,7 +253,9 @@ def scatter_gradients(
         rows.div_(ranks)
     sent = rows.view(-1).to(dtype or rows.dtype)
     received, work = sent, None
-    if bucket.is_shared:
+    if len(held) > 1:
+        work = dist.all_reduce(sent, group=bucket.group, async_op=True)
+    elif bucket.is_shared:
         received = sent.new_empty(sum(sizes))
         work = dist.reduce_scatter_tensor(received, sent, group=bucket.group, async_op=True)
 
@@ -256,7 +263,8 @@ def scatter_gradients(
         if work is not None:
             work.wait()
         assert sent.numel() >= received.numel()  # `sent` is not released before the sum is complete
-        for parameter, shard in zip(bucket.parameters, received.split(sizes), strict=True):
-            deliver(parameter, shard.to(parameter.dtype))
+        shards = received.view(ranks, -1)[list(held)] if len(held) > 1 else received.view(1, -1)
+        for parameter, own in zip(bucket.parameters, shards.split(sizes, dim=1), strict=True):
+            deliver(parameter, own.flatten().to(parameter.dtype))
 
     return finish

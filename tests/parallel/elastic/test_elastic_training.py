@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -19,20 +20,37 @@ from torch import nn
 
 from benchmarks.elastic.soak import AIM, check_folder, soak
 from colossal_hetero import ElasticConfig
+from colossal_hetero.plugin.elastic import elastic_run
 from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
 from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2, loss_of
 from tests.support import elastic_jobs
-from tests.support.elastic_jobs import QUICK, Job, Kill, Outcome, Texts, check_parameters, run_job, train, undisturbed
+from tests.support.elastic_jobs import (
+    BIG_NODES,
+    QUICK,
+    Job,
+    Kill,
+    Outcome,
+    Texts,
+    check_parameters,
+    cluster,
+    run_job,
+    train,
+    undisturbed,
+)
 from tests.support.random_examples import IS_THOROUGH
 
 STEPS = 10
 
 
 def check(
-    nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int], warned: Mapping[int, int]
+    nodes: Sequence[str],
+    kills: Mapping[int, Kill],
+    joins: Mapping[str, int],
+    warned: Mapping[int, int],
+    **options: Any,
 ) -> Outcome:
     """Run a job, and compare what it has trained."""
-    outcome = run_job(nodes, STEPS, kills, joins, warned)
+    outcome = run_job(nodes, STEPS, kills, joins, warned, **options)
     assert outcome.errors == []
     assert {number for number, code in outcome.ended.items() if code} == set(kills)
     assert sorted(outcome.losses) == list(range(1, STEPS + 1))
@@ -188,6 +206,103 @@ def test_a_step_that_always_fails_ends_the_job() -> None:
     assert sorted(outcome.losses) == [1, 2]
 
 
+# ZeRO -----------------------------------------------------------------------------------------------------------------
+# Of three replicas and more, none holds all shards of the optimizer's state. Masters are in fp64 here.
+
+ZERO = dict(zero_stage=1, topology=cluster(BIG_NODES), min_replicas=4)
+
+
+@pytest.mark.parametrize(
+    ("kills", "joins", "warned"),
+    [
+        # One after the other, down to a single member, which holds everything.
+        ({1: Kill(2, "gathering"), 3: Kill(4, "sums"), 0: Kill(6, "gathered")}, {}, {}),
+        ({0: Kill(2, "forward"), 1: Kill(5, "after commit")}, {"big-4": 3}, {}),
+        ({2: Kill(2, "backward"), 0: Kill(5, "before commit")}, {"big-4": 3}, {1: 7}),
+        # It joins while the others have made the step, and it begins behind this step.
+        ({1: Kill(2, "gathering")}, {"big-4": 2}, {2: 5}),
+    ],
+    ids=["to one member", "forward and commit", "backward, commit, warned", "joins in a step"],
+)
+def test_any_member_of_a_zero_group_may_be_lost(
+    kills: Mapping[int, Kill], joins: Mapping[str, int], warned: Mapping[int, int]
+) -> None:
+    outcome = check(BIG_NODES[:4], kills, joins, warned, **ZERO)
+    if 1 in kills and kills[1].phase == "gathering":  # the step is not made twice
+        lost = [each for each in chain(*outcome.recoveries) if each.version == 3]
+        assert lost and not any(each.iterations_repeated for each in lost)
+
+
+@pytest.mark.parametrize("phase", ["moving", "moved"])
+def test_a_member_of_a_zero_group_dies_while_another_joins(phase: str, tmp_path: Path) -> None:
+    def at_message(_: int, kind: str, content: list[Any]) -> None:
+        if kind == "step" and content[0] == 3 and len(job.members) == 4:
+            job.doom(1, phase)
+            job.start("big-4")
+
+    with Job(STEPS, joins=(3,), dooms=tmp_path, **ZERO) as job:
+        for node in BIG_NODES[:4]:
+            job.start(node)
+        outcome = job.run(at_message)
+    assert outcome.errors == [] and len(outcome.parameters) == 4
+    check_parameters(outcome.parameters, STEPS)
+
+
+def test_a_member_dies_in_passes_that_are_repeated() -> None:
+    outcome = check(BIG_NODES[:4], {0: Kill(4, "sums"), 1: Kill(4, "backward", recoveries=1)}, {}, {}, **ZERO)
+    assert [(each.version, each.iterations_repeated) for each in chain(*outcome.recoveries)] == [(4, 1)] * 4
+
+
+def train_and_miss_a_commit(misses: bool, options: Mapping[str, Any], told: Any) -> None:
+    """The script of members, of which those that miss it do not get the commit of the third step."""
+    exchange, calls = elastic_run.exchange, itertools.count(1)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        commit = exchange(*args, **kwargs)
+        if next(calls) == 3 and misses:
+            raise RuntimeError("Connection closed by peer")
+        return commit
+
+    with patch.object(elastic_run, "exchange", failing):
+        train(STEPS, None, None, (), told, **options)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_member_that_misses_the_commit_makes_the_step_alone(zero_stage: int) -> None:
+    """The schedule changes the learning rate after this step, which some members reach before the recovery."""
+    with Job(STEPS) as job:
+        for number, node in enumerate(BIG_NODES[:4]):
+            options = ZERO | dict(zero_stage=zero_stage)
+            job.start(node, script=(train_and_miss_a_commit, number in (1, 2), options))
+        outcome = job.run()
+    assert outcome.errors == []
+    changes = {(each.before, each.after, each.version) for each in chain(*outcome.recoveries)}
+    assert changes == {(4, 4, 3)}
+    check_parameters(outcome.parameters, STEPS)
+
+
+@pytest.mark.parametrize("nodes", [("big-0", "small-0", "small-1"), ("big-0", "small-0", "small-1", "small-2")])
+def test_zero_in_replicas_of_unequal_depth(nodes: Sequence[str]) -> None:
+    check(nodes, {1: Kill(3, "gathering")}, {"big-1": 6}, {}, zero_stage=1)
+
+
+def test_two_neighbors_lost_at_once_are_named_and_a_new_job_continues_from_the_checkpoint(tmp_path: Path) -> None:
+    """Shard 1 of 4 is on the first two members; of members 0 and 2 the others have everything."""
+    kills = {0: Kill(5, "backward"), 2: Kill(5, "backward")}
+    check(BIG_NODES[:4], kills, {}, {}, **ZERO)
+    kills = {0: Kill(5, "backward"), 1: Kill(5, "backward")}
+    outcome = run_job(BIG_NODES[:4], STEPS, kills, folder=tmp_path, **ZERO)
+    assert len(outcome.errors) == 2
+    for error in outcome.errors:
+        assert "the members that are left do not hold all elements of" in error and "latest checkpoint" in error
+    # A checkpoint of ZeRO's masters in another plan, without ZeRO, and back.
+    outcome = run_job(["big-0", "small-0"], 7, folder=tmp_path)
+    assert outcome.errors == [] and sorted(outcome.losses) == list(range(4, 8))
+    outcome = run_job(BIG_NODES[:3], STEPS, folder=tmp_path, **ZERO)
+    assert outcome.errors == [] and sorted(outcome.losses) == list(range(7, STEPS + 1))
+    check_parameters(outcome.parameters, STEPS)
+
+
 # Evaluations ----------------------------------------------------------------------------------------------------------
 
 
@@ -249,10 +364,11 @@ def test_a_batch_is_evaluated_again_if_a_member_is_lost() -> None:
 
 
 @pytest.mark.skipif(not IS_THOROUGH, reason="takes long: make test-thorough")
-def test_members_that_come_and_go_at_random(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [False, True], ids=["replicas", "ZeRO"])
+def test_members_that_come_and_go_at_random(zero: bool, tmp_path: Path) -> None:
     """A short soak: what ``benchmarks/elastic/soak.py`` does for long."""
-    steps = 26
-    happened, job = soak(kills=2, steps=steps, seed=1, folder=tmp_path)
+    steps, kills = (150, 20) if zero else (26, 2)
+    happened, job = soak(kills, steps, seed=1, folder=tmp_path, zero=zero)
     outcome = job.outcome
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, steps + 1))
     assert any(kind.startswith("kill") for kind in happened) and "join" in happened

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colossal_hetero import ElasticConfig
+from tests.support import elastic_jobs
 from tests.support.elastic_jobs import LIMIT_SECONDS, Job, Kill, Outcome, Told, check_parameters, cluster, train
 
 STEPS = 10
 
 
-def _worker(told: Told, environment: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
+def _worker(told: Told, environment: Mapping[str, str], run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.environ |= environment
     torch.set_num_threads(1)
-    train(*arguments[:3], (), told, *arguments[3:])
+    run(*arguments[:3], (), told, *arguments[3:])
 
 
 class RestartedJob(Job):
@@ -36,8 +37,9 @@ class RestartedJob(Job):
         every: int = 1,
         name: str = "job",
         topology: Any = None,
+        **options: Any,
     ) -> None:
-        super().__init__(steps, folder=disk)
+        super().__init__(steps, folder=disk, **options)
         elastic = ElasticConfig(recovery="restart", memory=memory, memory_every=every, timeout_seconds=20.0)
         self._name, self._more = name, (elastic, topology)
 
@@ -60,7 +62,7 @@ class RestartedJob(Job):
                 COLOSSAL_HETERO_NODE=node,
             )
             kill = (kills or {}).get(number)
-            self._launch(_worker, environment, (self._steps, kill, self._folder, *self._more))
+            self._launch(_worker, environment, self._train, (self._steps, kill, self._folder, *self._more))
         deadline, is_ending = time.monotonic() + LIMIT_SECONDS, False
         while self.alive():
             if time.monotonic() > deadline:
@@ -92,6 +94,22 @@ def test_processes_are_killed(tmp_path: Path) -> None:
     check_parameters(outcome.parameters, STEPS)
     assert len(outcome.parameters) == 3
     assert not (tmp_path / "memory").exists()
+
+
+def test_processes_of_zero_groups_are_killed(tmp_path: Path) -> None:
+    """Each has a quarter of the optimizer's state, and a copy of another one. Memory files have the state only when the
+    processes end: once within a step that is made."""
+    nodes = list(elastic_jobs.BIG_NODES[:4])
+    options = dict(topology=cluster(elastic_jobs.BIG_NODES), zero_stage=1, min_replicas=4)
+    with RestartedJob(tmp_path / "memory", STEPS, every=50, **options) as job:
+        assert begin_and_end(job.run_world(nodes, {1: Kill(2, "gathering")})) == (0, 2)
+        shutil.rmtree(tmp_path / "memory" / "job" / "big-1")
+        # After the third step, before what the script does then.
+        assert begin_and_end(job.run_world(nodes, {2: Kill(5, "backward")})) == (2, 5)
+        outcome = job.run_world([*nodes[:2], nodes[3]])
+    assert begin_and_end(outcome) == (5, STEPS) and set(outcome.ended.values()) == {0}
+    check_parameters(outcome.parameters, STEPS)
+    assert len(outcome.parameters) == 3
 
 
 def test_a_lost_memory_is_replaced_by_the_disk(tmp_path: Path) -> None:

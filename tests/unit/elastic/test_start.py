@@ -93,7 +93,7 @@ def test_arguments_that_are_not_possible() -> None:
         (dict(planning={"cluster": "cluster.toml"}), ValueError, "planning=PlanConfig"),
         (dict(planning=PlanConfig()), ValueError, "planning=PlanConfig"),
         (dict(pp_size=2), ValueError, "pp_size=2 is not possible"),
-        (dict(zero_stage=1), ValueError, "use zero_stage=0"),
+        (dict(zero_stage=2), ValueError, "zero_stage=2 is not possible; use 0 or 1"),
         (dict(batches=BatchConfig(global_batch_size=8)), ValueError, "leave batches out"),
         (dict(enable_sequence_parallelism=True), ValueError, "sequence parallelism is not possible"),
     ):

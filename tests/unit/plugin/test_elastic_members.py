@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from colossal_hetero.elastic.held_layers import Standing
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.plugin.elastic.evaluations import Evaluations, has_to_repeat, is_joined_inside
 from colossal_hetero.plugin.elastic.members import FORMED, own_kind, wait_for_the_first_world
+from colossal_hetero.plugin.elastic.planning import with_copied_shards
+from tests.support import elastic_jobs
 from tests.support.machines import Nodes, machines
 
 
@@ -35,6 +38,20 @@ def test_places_that_the_cluster_does_not_have() -> None:
         own_kind(cluster, "elsewhere", 0)
     with pytest.raises(ValueError, match="number 3 on node node-1, which has 2 devices"):
         own_kind(cluster, "node-1", 2)
+
+
+def test_memory_of_copied_shards_is_planned() -> None:
+    def bytes_of(profile: ModelProfile, shards: int) -> float:
+        costs = profile.costs(profile.devices[0], 1, profile.times[0].micro_batch, zero_shards=shards)
+        return float(costs.state_bytes.sum()) / float(costs.bucket_bytes)
+
+    # Parameters and gradients, and two of ``shards`` parts of masters and Adam's moments.
+    fp32 = elastic_jobs.profile()
+    assert [bytes_of(fp32, shards) for shards in (1, 2, 4)] == pytest.approx([4, 2 + 3 / 2, 2 + 3 / 4])
+    copied = with_copied_shards(fp32)
+    assert [bytes_of(copied, shards) for shards in (1, 2, 3, 4, 8)] == pytest.approx([5, 5, 5, 2 + 3 / 2, 2 + 3 / 4])
+    half = fp32.model_copy(update=dict(precision="bf16", state_factor=8.0))
+    assert [bytes_of(with_copied_shards(half), shards) for shards in (1, 2, 4)] == pytest.approx([8, 8, 5])
 
 
 def test_it_ends_without_the_others() -> None:
