@@ -15,7 +15,7 @@ help:
 	@echo "make gpu       measure everything on a GPU, and write benchmarks/gpu/RESULTS.md"
 	@echo "make vit-1b    a few iterations of SEMI's ViT-1B, slowed and balanced: 16 GB of memory, ten minutes"
 	@echo "make papers    figures of the five papers, into docs/papers.md (DATA=folder of images: train/CLASS, test/CLASS)"
-	@echo "make test      run all tests (about 9 minutes on 2 cores)"
+	@echo "make test      run all tests (about 10 minutes on 2 cores)"
 	@echo "make check     lint and run the unit tests, before a commit (a few minutes)"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      run the commands of the documentation, and show there what they print"
