@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -29,13 +28,12 @@ import torch.nn.functional as F
 
 import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import print_table, start_ranks
-from benchmarks.pipeline.pipeline_stages import build_model, loss, make_batch
+from benchmarks.pipeline.pipeline_stages import Trained, build_model, make_batch
 from benchmarks.plans import price_ranks
 
 # isort: split
-from colossalai.booster import Booster
 
-from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero import PlanConfig
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.solver.follow import at_measured_speeds
@@ -52,33 +50,8 @@ SETTLE = 24
 """Iterations of the run that follows after each change of the quotas."""
 
 
-class Run:
-    """One model that is trained with a plan."""
-
-    def __init__(self, name: str, plan: Any, planning: PlanConfig, stages: int, arguments: argparse.Namespace) -> None:
-        self.name = name
-        self.seconds: list[float] = []
-        model: torch.nn.Module = build_model(arguments.hidden, arguments.blocks)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.plugin = HeteroHybridParallelPlugin(
-            plan=plan, planning=planning, precision="fp32", pp_size=stages if plan == "auto" else None
-        )
-        self.booster = Booster(plugin=self.plugin)
-        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
-        self.batch = list(make_batch(arguments.global_batch))
-
-    def iterate(self) -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        self.booster.execute_pipeline(iter([self.batch]), self.model, loss, self.optimizer, return_loss=True)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        dist.barrier()
-        return time.perf_counter() - start
-
-    @property
-    def split(self) -> str:
-        return "+".join(map(str, self.plugin.plan.layers_per_stage))
+def split(run: Trained) -> str:
+    return "+".join(map(str, run.plugin.plan.layers_per_stage))
 
 
 def main() -> None:
@@ -122,7 +95,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
     phases = [float(each) for each in arguments.phases.split(",")]
     slowed = [(stages - 1) if number // 2 % 2 == 0 else 0 for number in range(len(phases))]
     planning = PlanConfig(cluster=topology, profile=profile, global_batch_size=arguments.global_batch)
-    live = Run("follows", "auto", planning, stages, arguments)
+    live = Trained("auto", arguments.hidden, arguments, planning=planning, pp_size=stages)
     known = as_profiled(topology, profile), profile.model_copy(update={"rank_devices": ()})
     candidates: dict[tuple[int, ...], Any] = {}
     for number, phase in enumerate(phases):
@@ -136,7 +109,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
         for plan in sorted(plans, key=lambda plan: plan.iteration_seconds)[: arguments.candidates]:
             candidates.setdefault(plan.layers_per_stage, plan)
     still = PlanConfig(cluster=topology, profile=profile, global_batch_size=arguments.global_batch, follow_speed=False)
-    fixed = [Run("+".join(map(str, split)), plan, still, stages, arguments) for split, plan in candidates.items()]
+    fixed = [Trained(plan, arguments.hidden, arguments, planning=still) for plan in candidates.values()]
     for run in fixed:
         run.iterate()
     history: list[tuple[float, int]] = []
@@ -162,16 +135,16 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
         later = len(live.plugin.plan_changes) - changes - len(changed)
         best = min(fixed, key=lambda run: median(run.seconds))
         mine, other = median(live.seconds), median(best.seconds)
-        equal = median(next((run.seconds for run in fixed if run.split == live.split), [float("nan")]))
+        equal = median(next((run.seconds for run in fixed if split(run) == split(live)), [float("nan")]))
         rows.append(
             (
                 f"rank {slow} × {phase:g}",
                 median(seconds for seconds, _ in history[first : first + 4]),
                 "–" if moved_after is None else str(moved_after),
                 " ".join(f"{change.seconds:.2f} s" for change in changed) or "–",
-                live.split,
+                split(live),
                 mine,
-                f"{best.split}: {other:.3f}",
+                f"{split(best)}: {other:.3f}",
                 f"{mine / other:.3f}",
                 f"{mine / equal:.3f}",
                 str(later),

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,12 +71,12 @@ def make_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Trained:
     """A model that is trained with one plan, and its iteration times."""
 
-    def __init__(self, plan: Plan, hidden: int, arguments: argparse.Namespace) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan | str, hidden: int, arguments: argparse.Namespace, **options: Any) -> None:
         self.seconds: list[float] = []
         model: torch.nn.Module = build_model(hidden, arguments.blocks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32")
+        self.plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", **options)
+        self.plan = self.plugin.plan if plan == "auto" else plan
         self.booster = Booster(plugin=self.plugin)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.batch = list(make_batch(arguments.global_batch))

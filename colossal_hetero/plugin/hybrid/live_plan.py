@@ -20,7 +20,8 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from types import FrameType
@@ -38,7 +39,7 @@ from ...elastic.held_layers import layers_by_rank, missing_bytes
 from ...planner.cluster.topology import Topology
 from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
-from ...planner.solver.follow import MOVE_SECONDS, Caution, LastingChange, Proposal, move_seconds
+from ...planner.solver.follow import MOVE_SECONDS, WINDOW, Caution, LastingChange, Proposal, move_seconds
 from ...profiling.preserved_state import inner_optimizer
 from ..elastic.planning import seated
 from ..elastic.session import HOOKS, Session, release_state, restore
@@ -90,7 +91,7 @@ class LivePlan:
         self._evidence = LastingChange()
         self._seen: DriftReport | None = None
         self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
-        self._ends: list[float] = []  # of the last steps
+        self._ends: deque[float] = deque(maxlen=WINDOW + 1)  # of the last steps
         self._expected_seconds = 0.0  # of iterations after the last move, until it was judged
 
     @property
@@ -142,7 +143,6 @@ class LivePlan:
         self._seen = report
         ratios = {stage.ranks: stage.ratio for stage in report.stages}
         iteration = _iteration_seconds(self._ends)
-        self._ends = self._ends[-1:]
         self._judge(iteration)
         if dist.get_rank() == 0:
             shown = ", ".join(f"{ratio:.2f}" for ratio in ratios.values())
@@ -271,7 +271,8 @@ class LivePlan:
         seconds = time.monotonic() - begin
         self._evidence.settle({})
         self._caution.moved(layout_of(before), layout_of(self._run.plan), self._steps)
-        self._fixed_seconds, self._ends, self._seen = seconds, [], None
+        self._fixed_seconds, self._seen = seconds, None
+        self._ends.clear()
         change = PlanChange(
             self._steps, before, self._plugin.plan, proposal.present_seconds, seconds, max(of_every_rank(received))
         )
@@ -279,9 +280,10 @@ class LivePlan:
         print_on_rank_0(change.in_words())
 
 
-def _iteration_seconds(ends: list[float]) -> float | None:
+def _iteration_seconds(ends: Iterable[float]) -> float | None:
     """Median time from the end of a step to that of the next."""
-    return median(after - before for before, after in itertools.pairwise(ends)) if len(ends) > 2 else None
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
+    return median(seconds) if len(seconds) > 1 else None
 
 
 def _first_in_use(parts: Sequence[tuple[str, weakref.ref[Any]]]) -> str | None:
