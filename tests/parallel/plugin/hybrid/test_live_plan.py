@@ -356,8 +356,12 @@ def a_script_that_keeps_parts_of_the_model_is_warned() -> None:
 
 @checks.on(2)
 def modes_and_frozen_parameters_move_along() -> None:
+    """And each rank keeps its own random state."""
+
     def switch(step: int, model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
+        if step == 1:
+            torch.manual_seed(100 + dist.get_rank())
         if step == 1:
             model.train()
             for number, block in model.unwrap().blocks.named_children():
@@ -368,6 +372,7 @@ def modes_and_frozen_parameters_move_along() -> None:
     module = MODELS["vit"]().double().eval()
     plugin, model, _ = slow_soon(switch, module)
     assert plugin.plan.layers_per_stage == (5, 1) and model.training
+    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(100 + dist.get_rank()))
     for number, block in model.unwrap().blocks.named_children():
         if any(True for _ in block.parameters()):
             assert block.training and block.mlp.training == block.mlp.fc1.training == (number not in "04"), number

@@ -52,6 +52,7 @@ def test_two_windows_show_the_same_change() -> None:
     [
         [{ONE: 2.0, OTHER: 2.0}] * 5,  # all devices alike, for which no other split helps
         [{ONE: 1.0, OTHER: 2.0}, {ONE: 2.0, OTHER: 1.0}] * 5,  # noise
+        [{ONE: 0.5, OTHER: 1.0}, {ONE: 2.0, OTHER: 1.0}] * 5,  # to both sides
         [{ONE: 1.0, OTHER: 2.0}, {ONE: 1.0, OTHER: 1.0}] * 5,  # now and then
         [{ONE: 0.97, OTHER: 1.05}] * 5,  # little
         [{ONE: 1.0, OTHER: 2.0}, {ONE: 2.0}] * 5,  # a stage was not measured
