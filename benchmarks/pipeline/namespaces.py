@@ -90,6 +90,15 @@ def _cable(node: str, nic: str, address: str, switch: str, port: str, bridge: st
         _run("tc", "-n", namespace, "qdisc", "add", "dev", end, "root", *limit)
 
 
+def limit_ethernet(places: Sequence[NodeAddresses], megabits: float, burst: str = BURST) -> None:
+    """Give the NICs "eth0" of nodes that :func:`nodes` has made another bandwidth."""
+    switch = places[0].namespace.rpartition("-")[0] + "-switch"
+    for node, place in enumerate(places):
+        for namespace, end in ((place.namespace, "eth0"), (switch, f"e{node}")):
+            limit = ("tbf", "rate", f"{megabits}mbit", "burst", burst, "latency", "100ms")
+            _run("tc", "-n", namespace, "qdisc", "change", "dev", end, "root", *limit)
+
+
 def enter(namespace: str) -> None:
     """Move this thread, and the threads that it starts, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)

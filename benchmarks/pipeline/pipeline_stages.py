@@ -61,25 +61,32 @@ def build_model(hidden: int, blocks: int) -> VisionTransformer:
     )
 
 
-def make_batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(samples: int, image: int = IMAGE) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(samples, 3, IMAGE, IMAGE, generator=generator), torch.randint(
-        0, 10, (samples,), generator=generator
-    )
+    images = torch.randn(samples, 3, image, image, generator=generator)
+    return images, torch.randint(0, 10, (samples,), generator=generator)
 
 
 class Trained:
     """A model that is trained with one plan, and its iteration times."""
 
-    def __init__(self, plan: Plan | str, hidden: int, arguments: argparse.Namespace, **options: Any) -> None:
+    def __init__(
+        self,
+        plan: Plan | str,
+        hidden: int,
+        arguments: argparse.Namespace,
+        model: torch.nn.Module | None = None,
+        image: int = IMAGE,
+        **options: Any,
+    ) -> None:
         self.seconds: list[float] = []
-        model: torch.nn.Module = build_model(hidden, arguments.blocks)
+        model = build_model(hidden, arguments.blocks) if model is None else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", **options)
         self.plan = self.plugin.plan if plan == "auto" else plan
         self.booster = Booster(plugin=self.plugin)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
-        self.batch = list(make_batch(arguments.global_batch))
+        self.batch = list(make_batch(arguments.global_batch, image))
 
     def iterate(self) -> float:
         """Train one iteration; returns its seconds."""

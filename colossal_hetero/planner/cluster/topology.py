@@ -45,10 +45,12 @@ class Channel:
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
 
     def limited(self, bytes_per_second: float) -> Channel:
-        """Channel if others leave only this bandwidth; a curve falls in the same proportion."""
+        """Channel if others leave only this bandwidth."""
+        return self if bytes_per_second >= self.bytes_per_second else self.with_bandwidth(bytes_per_second)
+
+    def with_bandwidth(self, bytes_per_second: float) -> Channel:
+        """Channel of this bandwidth; a curve changes in the same proportion."""
         share = bytes_per_second / self.bytes_per_second
-        if share >= 1.0:
-            return self
         curve = self.curve and (share * self.curve[0], share * self.curve[1], share * self.curve[2])
         return replace(self, bytes_per_second=bytes_per_second, curve=curve)
 

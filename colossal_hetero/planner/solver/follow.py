@@ -1,4 +1,4 @@
-"""Planning again while training: from the measured times of stages, for the same devices (ADAPT, chapter 6).
+"""Planning again while training: from the measured times of stages and links, for the same devices (ADAPT, chapter 6).
 
 [Note: following speeds] A stage's measured time over its planned time says how much slower its devices are than the
 plan assumed. Two windows of iterations in a row have to show the same change, beyond the noise, before a plan is looked
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ...common.text import times
 from ..cluster.topology import Topology
 from ..cost.draft import DraftBuilder, write_plan
 from ..cost.layout_line import layout_of
@@ -37,6 +38,8 @@ CALM = 50
 """Steps; see :class:`Caution`."""
 SPEED_STEP = 1.03
 """Measured speeds are rounded to powers of it, so that noise does not make devices unequal that are equal."""
+LINK_CHANGED = 2.0
+"""Factor by which the time of messages must differ from the plan's to count. That of small ones is mostly latency."""
 MOVE_SECONDS = 1.0
 """Time of a move beside its transfers, before the first one is measured: on two cores, a ViT of 8 blocks took 0.2 to
 0.7 s."""
@@ -45,21 +48,57 @@ ByStage = Mapping[tuple[int, ...], float]
 """A value for each stage, by its ranks."""
 
 
-class LastingChange:
-    """Tells a change of speeds that lasts from noise. Pure state: it sees the ratios of one window after the other."""
+@dataclass(frozen=True)
+class LinkDrift:
+    """What messages between two ranks took, beside the plan."""
 
-    def __init__(self) -> None:
+    ranks: tuple[int, int]
+    nodes: tuple[str, str]
+    message_bytes: float
+    seconds: float
+    """Of one message in one direction."""
+    planned_seconds: float
+    matters: bool
+    """False where the difference is less than 5 % of an iteration (:data:`GAIN`), or less than a factor of 2."""
+
+    @property
+    def ratio(self) -> float:
+        """Measured time over the planned one, if it matters; else 1."""
+        return self.seconds / self.planned_seconds if self.matters else 1.0
+
+    def __str__(self) -> str:
+        unit, (measured,), (planned,) = times([self.seconds], [self.planned_seconds])
+        return (
+            f"the link between rank {self.ranks[0]} on {self.nodes[0]} and rank {self.ranks[1]} on {self.nodes[1]} "
+            f"takes {measured} {unit} for a message of {self.message_bytes / 1e6:.2g} MB, planned {planned} {unit}"
+        )
+
+
+class LastingChange:
+    """Tells a change of speeds that lasts from noise. Pure state: it sees the ratios of one window after the other.
+    What has changed by ``least`` beside something else has changed; what a window has no ratio of, is not certain."""
+
+    def __init__(self, least: float = 1 + CHANGED) -> None:
+        self._least = math.log(least)
         self._known: dict[tuple[int, ...], float] = {}
         self._before: dict[tuple[int, ...], float] | None = None
 
     def is_certain(self, ratios: ByStage) -> bool:
         """Note the ratios of a window; true if this and the last one differ alike from those that are known."""
-        now = {ranks: math.log(ratio) - self._known.get(ranks, 0.0) for ranks, ratio in ratios.items()}
-        before, self._before = self._before, now
-        if before is None or before.keys() != now.keys():
-            return False
-        both = [min(now[each], before[each], key=abs) if now[each] * before[each] > 0 else 0.0 for each in now]
-        return max(both) - min(both) > math.log1p(CHANGED)
+        before, self._before = self._before, self._change(ratios)
+        pairs = [(each, (before or {}).get(ranks, 0.0)) for ranks, each in self._before.items()]
+        return self._is_change(min(pair, key=abs) if pair[0] * pair[1] > 0 else 0.0 for pair in pairs)
+
+    def is_suspected(self, ratios: ByStage) -> bool:
+        """True if this window alone differs from those that are known."""
+        return self._is_change(self._change(ratios).values())
+
+    def _change(self, ratios: ByStage) -> dict[tuple[int, ...], float]:
+        return {ranks: math.log(ratio) - self._known.get(ranks, 0.0) for ranks, ratio in ratios.items()}
+
+    def _is_change(self, changes: Iterable[float]) -> bool:
+        changes = [*changes]
+        return max(changes) - min(changes) > self._least
 
     def settle(self, ratios: ByStage) -> None:
         """Take these ratios for known: later ones are compared with them. After a move, it is none."""
@@ -118,6 +157,54 @@ def at_measured_speeds(topology: Topology, ratios: ByStage) -> Topology:
     return dataclasses.replace(topology, devices=devices)
 
 
+def at_measured_links(topology: Topology, links: Iterable[LinkDrift]) -> Topology:
+    """The machines with links as fast as measured, where that matters. Between nodes, their network cards of this kind
+    are: of a node that has another link over such cards, as fast as planned, only if that holds for both nodes."""
+    fine = {
+        (node, kind) for link in links if not link.matters for nodes, kind in [_way(topology, link)] for node in nodes
+    }
+    nodes, between = list(topology.nodes), list(topology.between)
+    for link in sorted((each for each in links if each.matters), key=lambda each: each.ratio):
+        (one, other), kind = _way(topology, link)
+        channel = topology.node_channel(one, other)
+        bandwidth = link.message_bytes / max(link.seconds - channel.latency_seconds, 0.1 * link.seconds)
+        share = bandwidth / channel.bandwidth(link.message_bytes)
+        clusters = {nodes[one].cluster, nodes[other].cluster}
+        joined = [number for number, link in enumerate(between) if {*link[:2]} == clusters]
+        if one == other:
+            nodes[one] = dataclasses.replace(
+                nodes[one], inside=channel.with_bandwidth(share * channel.bytes_per_second)
+            )
+        elif joined:
+            found = channel.with_bandwidth(share * channel.bytes_per_second)
+            between[joined[0]] = (*between[joined[0]][:2], found)
+        else:
+            for node in {one, other} - {each for each in (one, other) if (each, kind) in fine} or {one, other}:
+                nics = [
+                    nic.with_bandwidth(share * channel.bytes_per_second) if nic.kind == kind else nic
+                    for nic in nodes[node].nics
+                ]
+                nics.sort(key=lambda nic: -nic.bytes_per_second)
+                nodes[node] = dataclasses.replace(nodes[node], nics=tuple(nics))
+    return dataclasses.replace(topology, nodes=tuple(nodes), between=tuple(between))
+
+
+def _way(topology: Topology, link: LinkDrift) -> tuple[tuple[int, int], str]:
+    """The nodes of a link, and the kind of network between them."""
+    one, other = (topology.devices[rank].node for rank in link.ranks)
+    return (one, other), topology.node_channel(one, other).kind
+
+
+def _on_its_networks(measured: Topology, topology: Topology, links: Iterable[LinkDrift]) -> Topology:
+    """The machines if the present run's groups go on with the networks that they use."""
+    nodes = list(measured.nodes)
+    for ways, kind in (_way(topology, link) for link in links if link.matters):
+        for node in {*ways} if ways[0] != ways[1] else ():
+            nics = tuple(nic for nic in nodes[node].nics if nic.kind == kind)
+            nodes[node] = dataclasses.replace(nodes[node], nics=nics)
+    return dataclasses.replace(measured, nodes=tuple(nodes))
+
+
 def _rounded(ratio: float) -> float:
     step = math.log(SPEED_STEP)
     return math.exp(round(math.log(ratio) / step) * step)
@@ -128,6 +215,7 @@ def propose(
     profile: ModelProfile,
     plan: Plan,
     seconds: ByStage,
+    links: Sequence[LinkDrift] = (),
     *,
     alike: bool,
     search: Callable[[Topology], Plan] | None = None,
@@ -137,6 +225,7 @@ def propose(
     Args:
         topology: the machines, with kinds of devices that ``profile`` has times of.
         seconds: measured time of each stage per micro-batch, without transfers.
+        links: all measured links; groups of ranks change their network only with a plan.
         alike: replicas stay alike, with their numbers of micro-batches.
         search: a function that finds any plan for other machines; None: ranks keep their places, and only cuts move.
     """
@@ -145,7 +234,11 @@ def propose(
     stages = [stage for replica in price(*given).replicas for stage in replica.stages]
     planned = {stage.ranks: stage.forward_seconds + stage.backward_seconds for stage in stages}
     measured = at_measured_speeds(topology, {ranks: each / planned[ranks] for ranks, each in seconds.items()})
-    present = price(measured, *given[1:])
+    measured = at_measured_links(measured, links)
+    try:
+        present = price(_on_its_networks(measured, topology, links), *given[1:])
+    except ValueError:  # one of the nodes has no other link to a third one
+        present = price(measured, *given[1:])
     found = [recut(measured, profile, plan, alike=alike)]
     if search is not None:
         with suppress(NoPlanError):

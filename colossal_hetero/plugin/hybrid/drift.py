@@ -17,9 +17,11 @@ from ...colossalai_support.accelerator import recorded_event
 from ...common.methods import wrap_method
 from ...common.ranks import of_every_rank, print_on_rank_0
 from ...common.text import spans, times
+from ...planner.cluster.topology import Topology
 from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
-from ...planner.solver.follow import Proposal
+from ...planner.solver.follow import LinkDrift, Proposal
+from .link_times import LinkClock, compare_links
 
 
 @dataclass(frozen=True)
@@ -54,16 +56,30 @@ class DriftReport:
     threshold: float  # relative difference beyond which a stage has drifted (0.2 = 20 %)
     plan: Plan  # the present one
     stages: tuple[StageDrift, ...]  # all measured stages, ordered by replica and stage
+    links: tuple[LinkDrift, ...] = ()  # all measured links between stages
     proposal: Proposal | None = None  # None if no stage has drifted, or there is no cluster and profile to plan from
 
     @property
     def drifted(self) -> tuple[StageDrift, ...]:
         return tuple(stage for stage in self.stages if abs(stage.ratio - 1.0) > self.threshold)
 
+    @property
+    def has_drifted(self) -> bool:
+        return bool(self._drifted_ranks)
+
+    @property
+    def _drifted_ranks(self) -> list[tuple[int, ...]]:
+        return [*(stage.ranks for stage in self.drifted), *(link.ranks for link in self.changed_links)]
+
+    @property
+    def changed_links(self) -> tuple[LinkDrift, ...]:
+        return tuple(link for link in self.links if link.matters)
+
     def differs_from(self, earlier: DriftReport | None) -> bool:
-        """True if ``earlier`` has other drifted stages, a time changed by more than the threshold, or another split."""
-        if earlier is None or [each.ranks for each in self.drifted] != [each.ranks for each in earlier.drifted]:
-            return bool(self.drifted)
+        """True if ``earlier`` has other drifted stages or links, a time changed by more than the threshold, or another
+        split."""
+        if earlier is None or self._drifted_ranks != earlier._drifted_ranks:
+            return self.has_drifted
         splits = [each.proposal and layout_of(each.proposal.plan) for each in (self, earlier)]
         changes = (
             abs(now.measured.seconds / before.measured.seconds - 1.0)
@@ -72,7 +88,7 @@ class DriftReport:
         return splits[0] != splits[1] or any(change > self.threshold for change in changes)
 
     def shown(self) -> Iterator[RenderableType]:
-        yield Text(str(self) if self.drifted else "All stages take as long as planned.")
+        yield Text(str(self) if self.has_drifted else "All stages take as long as planned.")
 
     def numbers(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -92,7 +108,7 @@ class DriftReport:
                 f"{where} ({who} on {stage.node}) takes {measured} {unit} per micro-batch, planned {planned} {unit} "
                 f"({stage.ratio - 1:+.0%})"
             )
-        return "\n".join([*lines, *self._on_the_plan()])
+        return "\n".join([*lines, *map(str, self.changed_links), *self._on_the_plan()])
 
     def _on_the_plan(self) -> Iterator[str]:
         if self.proposal is None:
@@ -113,7 +129,9 @@ def split_in_words(plan: Plan) -> str:
     return splits[0] if len(set(splits)) == 1 else " | ".join(splits)
 
 
-def compare(plan: Plan, measured: Mapping[int, PassSeconds], threshold: float) -> DriftReport:
+def compare(
+    plan: Plan, measured: Mapping[int, PassSeconds], threshold: float, links: tuple[LinkDrift, ...] = ()
+) -> DriftReport:
     """Compare the times that ranks measured with ``plan``."""
     stages = []
     for number, replica in enumerate(plan.replicas):
@@ -123,7 +141,7 @@ def compare(plan: Plan, measured: Mapping[int, PassSeconds], threshold: float) -
             if found and planned.seconds > 0:
                 slowest = max(found, key=lambda each: each.seconds)
                 stages.append(StageDrift(number, index, stage.ranks, stage.device, stage.node, planned, slowest))
-    return DriftReport(threshold, plan, tuple(stages))
+    return DriftReport(threshold, plan, tuple(stages), links)
 
 
 # Drift watch ---------------------------------------------------------------------------------------------------------
@@ -177,10 +195,11 @@ def _mean_seconds(passes: list[_Pass]) -> float:
 
 
 class DriftWatch:
-    """Compares the times of stages with the plan after every ``interval`` iterations. Used by all ranks.
+    """Compares the times of stages and links with the plan after every ``interval`` iterations. Used by all ranks.
 
     Args:
         schedule: the one that runs this rank's passes.
+        topology: the machines that links are compared with; None: they are not.
         propose: finds a better plan for what is measured; None: nothing is proposed or printed.
     """
 
@@ -188,6 +207,7 @@ class DriftWatch:
         self,
         schedule: Any,
         plan: Plan,
+        topology: Topology | None,
         threshold: float,
         interval: int,
         propose: Callable[[DriftReport], Proposal | None] | None,
@@ -195,29 +215,35 @@ class DriftWatch:
         self.interval = interval
         self.report: DriftReport | None = None  # the last one
         self._clock = StageClock(schedule)
-        self._plan, self._threshold, self._propose = plan, threshold, propose
+        has_links = topology is not None and hasattr(schedule, "comm")
+        self._links = LinkClock(schedule.comm) if has_links else None
+        self._plan, self._topology, self._threshold, self._propose = plan, topology, threshold, propose
         self._iterations = 0
         self._printed: DriftReport | None = None
 
     def tick(self) -> None:
         """Note the end of an iteration; after every ``interval`` of them this is collective."""
-        self._clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
+        for clock in (self._clock, self._links):
+            if clock is not None:
+                clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
         self._iterations += 1
         if self._iterations % self.interval == 0:
             self._compare(self._iterations // self.interval)
 
     def _compare(self, epoch: int) -> None:
-        times = of_every_rank(self._clock.read())
-        measured = {rank: each for rank, each in enumerate(times) if each is not None}
+        found = of_every_rank((self._clock.read(), {} if self._links is None else self._links.read()))
+        measured = {rank: each for rank, (each, _) in enumerate(found) if each is not None}
         if not measured:
             return
-        self.report = compare(self._plan, measured, self._threshold)
+        messages = [each for _, each in found]
+        links = () if self._topology is None else compare_links(self._plan, self._topology, messages)
+        self.report = compare(self._plan, measured, self._threshold, links)
         if self._propose is None:
             return
-        if self.report.drifted:
+        if self.report.has_drifted:
             self.report = replace(self.report, proposal=self._propose(self.report))
         changed = self.report.differs_from(self._printed)
-        if changed or not self.report.drifted:
-            self._printed = self.report if self.report.drifted else None
+        if changed or not self.report.has_drifted:
+            self._printed = self.report if self.report.has_drifted else None
         if changed:
-            print_on_rank_0(f"epoch {epoch}: stage times differ from the plan\n{self.report}")
+            print_on_rank_0(f"epoch {epoch}: measured times differ from the plan\n{self.report}")

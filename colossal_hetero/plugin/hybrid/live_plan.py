@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 from types import FrameType
@@ -36,10 +37,20 @@ from ...common.ranks import from_rank_0, of_every_rank, print_on_rank_0
 from ...common.text import duration
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.held_layers import layers_by_rank, missing_bytes
+from ...planner.cluster.group_networks import Network, group_network
 from ...planner.cluster.topology import Topology
 from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
-from ...planner.solver.follow import MOVE_SECONDS, WINDOW, Caution, LastingChange, Proposal, move_seconds
+from ...planner.solver.follow import (
+    LINK_CHANGED,
+    MOVE_SECONDS,
+    WINDOW,
+    ByStage,
+    Caution,
+    LastingChange,
+    Proposal,
+    move_seconds,
+)
 from ...profiling.preserved_state import inner_optimizer
 from ..elastic.planning import seated
 from ..elastic.session import HOOKS, Session, release_state, restore
@@ -69,8 +80,12 @@ class PlanChange:
 
     def in_words(self) -> str:
         now, then = duration(self.after.iteration_seconds), duration(self.before_seconds)
+        splits = split_in_words(self.before), split_in_words(self.after)
+        what = f"{splits[0]} became {splits[1]}"
+        if layout_of(self.before) == layout_of(self.after):
+            what = f"stayed {splits[1]}, and groups of ranks use other networks"
         return (
-            f"after step {self.step}, layers {split_in_words(self.before)} became {split_in_words(self.after)}: {now} "
+            f"after step {self.step}, layers {what}: {now} "
             f"instead of {then} per iteration are predicted; it took {duration(self.seconds)}, and a rank received up "
             f"to {self.received_bytes / 1e6:.1f} MB"
         )
@@ -82,13 +97,13 @@ class LivePlan:
     def __init__(self, plugin: Any, arguments: Mapping[str, Any]) -> None:
         self.changes: list[PlanChange] = []
         self._plugin, self._arguments = plugin, arguments
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[tuple[tuple[int, ...], Network | None], Any] = {}
         self._session: Session | None = None
         self._hooks: list[tuple[str, object]] = []
         self._obstacle: str | None = None
         self._is_moving = self._is_boundary = False
         self._steps = 0
-        self._evidence = LastingChange()
+        self._evidence, self._of_links = LastingChange(), LastingChange(LINK_CHANGED)
         self._seen: DriftReport | None = None
         self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
         self._ends: deque[float] = deque(maxlen=WINDOW + 1)  # of the last steps
@@ -99,13 +114,17 @@ class LivePlan:
         """The plugin's :class:`.PlannedRun`."""
         return self._plugin._planned
 
-    def kept_groups(self, make_group: MakeGroup) -> MakeGroup:
-        """``make_group``, which makes each group once. All ranks ask for the same groups."""
+    def kept_groups(self, make_group: MakeGroup, topology: Topology) -> MakeGroup:
+        """``make_group``, which makes each group once for each network. All ranks ask for the same groups."""
 
         def kept(ranks: tuple[int, ...]) -> Any:
-            if ranks not in self._groups:
-                self._groups[ranks] = make_group(ranks)
-            return self._groups[ranks]
+            network: Network | None = None
+            with suppress(ValueError):  # the first and the last stage may have no link
+                network = group_network(topology, ranks)
+            key = ranks, network
+            if key not in self._groups:
+                self._groups[key] = make_group(ranks)
+            return self._groups[key]
 
         return kept
 
@@ -147,10 +166,18 @@ class LivePlan:
         if dist.get_rank() == 0:
             shown = ", ".join(f"{ratio:.2f}" for ratio in ratios.values())
             log.debug("after step %d, stages take %s of the planned time", self._steps, shown)
-        if not self._evidence.is_certain(ratios):
+            for link in report.links:
+                log.debug("%s", link)
+        links: ByStage = {link.ranks: link.ratio for link in report.links} | {(): 1.0}
+        stages_have_changed, suspected = self._evidence.is_certain(ratios), self._of_links.is_suspected(links)
+        if self._of_links.is_certain(links):
+            changed = (link for link in report.links if self._of_links.is_suspected({link.ranks: link.ratio, (): 1.0}))
+            print_on_rank_0("\n".join(f"after step {self._steps}, {link}" for link in changed))
+        elif suspected or not stages_have_changed:  # the next window tells whether the link has changed, too
             return
         proposal = from_rank_0(lambda: self._paying(report, iteration))
         self._evidence.settle(ratios)
+        self._of_links.settle(links)
         if proposal is None or not self._may_move():
             return
         self._move(proposal)
@@ -270,6 +297,7 @@ class LivePlan:
             )
         seconds = time.monotonic() - begin
         self._evidence.settle({})
+        self._of_links.settle({})
         self._caution.moved(layout_of(before), layout_of(self._run.plan), self._steps)
         self._fixed_seconds, self._seen = seconds, None
         self._ends.clear()

@@ -128,8 +128,8 @@ class PlannedRun:
         topology = agreed.topology
         self._make_group = None if topology is None else plan_groups(agreed.plan, topology, planning.adapters)
         if live is not None:
-            assert self._make_group is not None
-            self._make_group = live.kept_groups(self._make_group)
+            assert self._make_group is not None and topology is not None
+            self._make_group = live.kept_groups(self._make_group, topology)
         layer_sums = planning.layer_sums or not self.plan.symmetric
         self.arguments = self._checked_arguments(arguments, layer_sums)
         self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
@@ -197,7 +197,7 @@ class PlannedRun:
         if self._watch is None:
             schedule, threshold = plugin.scheduler or plugin._one_stage, self._planning.drift_threshold
             find = None if self._is_followed else self.propose
-            self._watch = DriftWatch(schedule, self.plan, threshold, interval, find)
+            self._watch = DriftWatch(schedule, self.plan, self.topology, threshold, interval, find)
         else:
             self._watch.interval = interval  # another model with the same schedule
 
@@ -213,7 +213,8 @@ class PlannedRun:
         if self.topology is None or self.profile is None or len(report.stages) < len(self._stages()):
             return None
         seconds = {stage.ranks: stage.measured.seconds for stage in report.stages}
-        return propose(self.topology, self.profile, self.plan, seconds, alike=self.unequal is None, search=search)
+        alike = self.unequal is None
+        return propose(self.topology, self.profile, self.plan, seconds, report.links, alike=alike, search=search)
 
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""

@@ -94,7 +94,7 @@ def test_the_time_is_the_median_of_the_means_of_the_iterations_that_count(device
 
 def test_first_iterations_do_not_count(device: Device) -> None:
     """Here they take a hundred times as long and are half of all iterations."""
-    watch = DriftWatch(device, make_plan([[[0]]], (2,)), 0.2, 2 * WARMUP_ITERATIONS, lambda _: None)
+    watch = DriftWatch(device, make_plan([[[0]]], (2,)), None, 0.2, 2 * WARMUP_ITERATIONS, lambda _: None)
     with (
         patch.object(drifting, "of_every_rank", lambda own: [own]),
         patch.object(drifting, "print_on_rank_0", lambda words: None),

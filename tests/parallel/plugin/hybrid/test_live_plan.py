@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -21,11 +24,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.common.methods import wrap_method
 from colossal_hetero.common.ranks import from_rank_0
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.solver.follow import Caution
-from colossal_hetero.plugin.hybrid import drift, live_plan, planned_run
+from colossal_hetero.plugin.hybrid import drift, link_times, live_plan, planned_run
 from colossal_hetero.plugin.hybrid.drift import PassSeconds
 from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of, make_optimizer
 from tests.parallel.plugin.unequal.test_unequal_replicas import samples as batch_of
@@ -291,6 +295,43 @@ def slow_soon(
 
 def zero_grad(step: int, model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
+
+
+@checks.on(3)
+def a_slow_link_is_named() -> None:
+    """Messages between ranks 1 and 2 wait for a moment, beginning in the fifth step."""
+    case, slow, steps = Case("vit", "sgd", (1, 1, 1), dict(pp_size=3)), 0.03, 10
+    delay = [0.0]
+
+    def wait(neighbor: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if {dist.get_rank(), neighbor} == {1, 2}:
+            time.sleep(delay[0])
+        return method(*args, **kwargs)
+
+    with (
+        patch.object(drift, "StageClock", Clock),
+        patch.object(planned_run, "WINDOW", WINDOW),
+        patch.object(live_plan, "print_on_rank_0") as printed,
+    ):
+        plugin = Clock.plugin = plugin_of(case, cluster(case.nodes))
+        Clock.slow, comm = None, plugin.scheduler.comm
+        for name, (side, sends, _) in link_times._METHODS.items():
+            if sends:
+                neighbor = comm.stage_manager.get_next_rank() if side > 0 else comm.stage_manager.get_prev_rank()
+                wrap_method(comm, name, partial(wait, neighbor))
+        model = MODELS["vit"]().double()
+        model, optimizer, *_ = Booster(plugin=plugin).boost(model, make_optimizer(model, "sgd"), loss_of)
+        batches = own_batches(case, plugin, None, steps)
+        for step in range(steps):
+            delay[0] = slow if step > 3 else 0.0
+            plugin.execute_pipeline(batches, model, loss_of, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    (words,) = [call.args[0] for call in printed.call_args_list]
+    assert re.match(r"after step 8, the link between rank 1 on n1 and rank 2 on n2 takes \S+ ms", words), words
+    fast, measured = plugin.drift.links
+    assert fast.ranks == (0, 1) and not fast.matters and fast.seconds < slow / 2
+    assert measured.ranks == (1, 2) and measured.matters and slow < measured.seconds < 2 * slow
 
 
 @checks.on(2)

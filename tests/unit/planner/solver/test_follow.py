@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 
-from colossal_hetero.planner.cluster.topology import DeviceKind, Topology
+from colossal_hetero.planner.cluster.group_networks import group_network
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
 from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
@@ -17,7 +19,9 @@ from colossal_hetero.planner.solver.follow import (
     HORIZON,
     Caution,
     LastingChange,
+    LinkDrift,
     Proposal,
+    at_measured_links,
     at_measured_speeds,
     propose,
 )
@@ -156,3 +160,84 @@ def test_moves_to_and_fro_have_to_gain_more_each_time() -> None:
     assert found == [8, 4, 2, 1, 1, 1]
     caution.moved("uneven", "even", 30 + HORIZON)  # long after it was left
     assert caution.least_gain(31 + HORIZON) == GAIN
+
+
+# Links --------------------------------------------------------------------------------------------------------------
+
+ETHERNET, FASTER, FABRIC = Channel("Ethernet", 1e9), Channel("Ethernet", 2e9), Channel("InfiniBand", 1e10, 1e-5)
+SIZE = 1e6
+
+
+def link(topology: Topology, one: int, other: int, factor: float = 1.0) -> LinkDrift:
+    """Messages between two ranks that take ``factor`` times as long as planned."""
+    planned = topology.channel(one, other).seconds(SIZE)
+    return LinkDrift((one, other), ("", ""), SIZE, factor * planned, planned, factor != 1.0)
+
+
+def four_nodes(*nics: Channel) -> Topology:
+    return of_nodes(([DeviceKind("fast", 10**9, 1e12)], FAST_LINK, nics) for _ in range(4))
+
+
+def seconds_of(topology: Topology, *pairs: tuple[int, int]) -> list[float]:
+    return [topology.channel(*pair).seconds(SIZE) for pair in pairs]
+
+
+def test_the_slow_node_is_told_by_its_other_links() -> None:
+    topology = four_nodes(FABRIC)
+    fast = FABRIC.seconds(SIZE)
+    slowed = at_measured_links(topology, [link(topology, 0, 1), link(topology, 1, 2, 8.0)])
+    assert seconds_of(slowed, (0, 1), (1, 2), (2, 3), (0, 3)) == pytest.approx([fast, 8 * fast, 8 * fast, fast])
+    # Nothing is known of either node's other links, or both have fast ones: both are slow.
+    for others in ([], [link(topology, 0, 1), link(topology, 2, 3)]):
+        slowed = at_measured_links(topology, [*others, link(topology, 1, 2, 8.0)])
+        assert seconds_of(slowed, (0, 1), (1, 2), (2, 3)) == pytest.approx([8 * fast] * 3)
+    again = at_measured_links(slowed, [link(slowed, 1, 2, 1 / 8)])
+    assert seconds_of(again, (0, 1), (1, 2), (0, 3)) == pytest.approx([fast] * 3)
+
+
+def test_links_inside_a_node_and_between_clusters() -> None:
+    kind = DeviceKind("fast", 10**9, 1e12)
+    topology = of_nodes([([kind, kind], FAST_LINK, (FABRIC,))])
+    inside = at_measured_links(topology, [link(topology, 0, 1, 5.0)])
+    assert seconds_of(inside, (0, 1)) == pytest.approx([5 * FAST_LINK.seconds(SIZE)])
+    topology = four_nodes(FABRIC)
+    nodes = tuple(dataclasses.replace(node, cluster=number // 2) for number, node in enumerate(topology.nodes))
+    topology = dataclasses.replace(topology, nodes=nodes, clusters=("a", "b"), between=((0, 1, ETHERNET),))
+    slowed = at_measured_links(topology, [link(topology, 1, 2, 5.0)])
+    assert seconds_of(slowed, (0, 3), (0, 1)) == pytest.approx([5 * ETHERNET.seconds(SIZE), FABRIC.seconds(SIZE)])
+
+
+def test_a_curve_keeps_its_form() -> None:
+    topology = four_nodes(Channel("RoCE", 1e10, 1e-5, (-0.01, 0.5, 2.0)))
+    slowed = at_measured_links(topology, [link(topology, 0, 1, 4.0)])
+    assert seconds_of(slowed, (0, 1)) == pytest.approx([4 * seconds_of(topology, (0, 1))[0]])
+
+
+@pytest.mark.parametrize("ranks", [[[ONE, OTHER]], [[OTHER, ONE, THIRD]]])
+def test_stages_are_cut_where_less_crosses_a_slow_link(ranks: list[list[tuple[int, ...]]]) -> None:
+    topology = four_nodes(ETHERNET)
+    known = profile(6, {"fast": 1.0}, (1,), (MICRO_BATCH,))
+    outputs = (*(int(16e9 / 4**number) for number in range(7)), 0)
+    sizes = tuple(each.model_copy(update={"output_bytes": outputs}) for each in known.sizes)
+    known = known.model_copy(update={"sizes": sizes})
+    plan = predict_plan(topology, known, ranks, micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+    seconds = {stage.ranks: stage.forward_seconds + stage.backward_seconds for stage in plan.replicas[0].stages}
+    slow = [link(topology, 0, 1, 10.0)]
+    found = propose(topology, known, plan, seconds, slow, alike=True)
+    assert found is not None and found.topology == at_measured_links(topology, slow)
+    assert found.plan.iteration_seconds == pytest.approx(best_alike(found.topology, known, ranks), rel=1e-9)
+    assert found.present_seconds > plan.iteration_seconds and found.gain > 0.05
+
+
+def test_another_network_is_taken_where_there_is_one() -> None:
+    """Groups keep their network until there is a new plan, so the same cuts are a gain."""
+    topology, known = four_nodes(FABRIC, ETHERNET), profile(6, {"fast": 1.0}, (1,), (MICRO_BATCH,))
+    ranks = [[ONE, OTHER], [THIRD, (3,)]]
+    plan = predict_plan(topology, known, ranks, micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+    seconds = {
+        stage.ranks: stage.forward_seconds + stage.backward_seconds for each in plan.replicas for stage in each.stages
+    }
+    found = propose(topology, known, plan, seconds, [link(topology, 0, 1, 1000.0)], alike=True)
+    assert found is not None and group_network(found.topology, (0, 2)).kind == "Ethernet"
+    assert group_network(found.topology, (2, 3)).kind == "InfiniBand"
+    assert found.plan.layers_per_stage == plan.layers_per_stage and found.gain > 0.5

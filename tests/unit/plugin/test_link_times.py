@@ -1,0 +1,97 @@
+"""Times of messages between ranks whose clocks differ, and which links they show as slow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
+from colossal_hetero.plugin.hybrid.link_times import ByNeighbor, NeighborMessages, compare_links, message_seconds
+from colossal_hetero.plugin.hybrid.live_plan import LivePlan
+from tests.support.machines import of_nodes
+from tests.support.planning import make_plan
+
+SIZE = 2_000_000
+INSIDE, NETWORK = Channel("NVLink", 1e11), Channel("Ethernet", 1e9, 1e-4)
+
+
+def exchange(
+    seconds: float, *, offset: float = 0.0, queued: float = 0.0, late: float = 0.0, read: float = 1e-4
+) -> tuple[NeighborMessages, NeighborMessages]:
+    """Four messages each way, one second apart. The second rank's clock is ahead by ``offset``. Later messages wait for
+    ``queued`` seconds each behind those before. The first rank begins to receive ``late`` seconds after each start."""
+    starts = [float(number) for number in range(1, 5)]
+    arrivals = [start + seconds + number * queued for number, start in enumerate(starts)]
+    there = [(start - 0.5 + offset, arrival + offset) for start, arrival in zip(starts, arrivals, strict=True)]
+    back = [(start + late, max(arrival, start + late + read)) for start, arrival in zip(starts, arrivals, strict=True)]
+    return NeighborMessages(starts, back, SIZE), NeighborMessages([start + offset for start in starts], there, SIZE)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1234.5, -7.25])
+@pytest.mark.parametrize("given", [{}, {"queued": 0.2}, {"late": 0.01}])
+def test_clocks_and_queues_do_not_change_the_time_of_a_message(offset: float, given: dict[str, float]) -> None:
+    one, other = exchange(0.03, offset=offset, **given)
+    assert message_seconds(one, other) == pytest.approx(0.03) == message_seconds(other, one)
+
+
+def test_a_receiver_that_always_comes_too_late_tells_nothing() -> None:
+    assert message_seconds(*exchange(0.001, late=0.5)) is None
+    one, other = exchange(0.03)
+    assert message_seconds(dataclasses.replace(one, sent=one.sent[1:]), other) is None  # an iteration was interrupted
+    assert message_seconds(dataclasses.replace(one, sent=[]), dataclasses.replace(other, received=[])) is None
+
+
+def machines() -> Topology:
+    kind = DeviceKind("fast", 10**9, 1e12)
+    return of_nodes(([kind] * count, INSIDE, (NETWORK,)) for count in (2, 1))
+
+
+def of_ranks(seconds: dict[tuple[int, int], list[float]]) -> list[ByNeighbor]:
+    """What three ranks measured, from the seconds of a message in each iteration."""
+    found: list[dict[int, dict[int, NeighborMessages]]] = [{}, {}, {}]
+    for (one, other), each in seconds.items():
+        for iteration, taken in enumerate(each):
+            pair = exchange(taken, offset=100.0 * (other - one))
+            found[one].setdefault(other, {})[iteration] = pair[0]
+            found[other].setdefault(one, {})[iteration] = pair[1]
+    return found
+
+
+def test_links_are_compared_with_the_plan() -> None:
+    plan = make_plan([[[0], [1], [2]]], (2, 2, 2), micro_batches=8, iteration_seconds=0.1)
+    planned = NETWORK.seconds(SIZE)
+    found = compare_links(plan, machines(), of_ranks({(0, 1): [2.1e-5] * 3, (1, 2): [0.02, 5.0, 0.021]}))
+    assert [link.ranks for link in found] == [(0, 1), (1, 2)]
+    assert [link.matters for link in found] == [False, True] and found[0].ratio == 1.0
+    assert found[1].seconds == pytest.approx(0.021) and found[1].ratio == pytest.approx(0.021 / planned)
+    assert str(found[1]) == (
+        "the link between rank 1 on n0 and rank 2 on n1 takes 21.00 ms for a message of 2 MB, planned 2.10 ms"
+    )
+    # Three times as slow, but that is little beside an iteration; and nearly as slow as planned.
+    for seconds, iteration in ((3 * planned, 10.0), (1.9 * planned, 0.01)):
+        rare = plan.model_copy(update={"iteration_seconds": iteration})
+        assert not compare_links(rare, machines(), of_ranks({(1, 2): [seconds] * 3}))[0].matters
+    # Ranks whose devices have not reached the same iterations.
+    ours, theirs = of_ranks({(1, 2): [0.02] * 3})[1:]
+    last = {1: {2: theirs[1][2]}}
+    assert compare_links(plan, machines(), [{}, ours, last])[0].seconds == pytest.approx(0.02)
+    assert not compare_links(plan, machines(), [{}, {2: {0: ours[2][0]}}, last])
+
+
+def test_a_group_is_made_once_for_each_network() -> None:
+    cpu, fabric, ethernet = DeviceKind("cpu", 10**9, 1e9), Channel("InfiniBand", 1e10), Channel("Ethernet", 1e9)
+    both, slowed, apart = (
+        of_nodes([([cpu], INSIDE, nics)] * 2)
+        for nics in ((fabric, ethernet), (ethernet, fabric.with_bandwidth(1e8)), ())
+    )
+    made: list[tuple[int, ...]] = []
+
+    def make(ranks: tuple[int, ...]) -> int:
+        made.append(ranks)
+        return len(made)
+
+    live = LivePlan(None, {})
+    for topology, groups in ((both, 2), (both, 2), (slowed, 3), (both, 3), (apart, 4)):
+        group = live.kept_groups(make, topology)
+        assert group((0, 1)) == group((0, 1)) and group((0,)) and len(made) == groups
