@@ -158,8 +158,8 @@ def at_measured_speeds(topology: Topology, ratios: ByStage) -> Topology:
 
 
 def at_measured_links(topology: Topology, links: Iterable[LinkDrift]) -> Topology:
-    """The machines with links as fast as measured, where that matters. Between nodes, their network cards of this kind
-    are: of a node that has another link over such cards, as fast as planned, only if that holds for both nodes."""
+    """The machines with links as fast as measured, where that matters. A node with another link as fast as planned
+    stays as it is inside. Between nodes, cards change of the node that has no such other link, or else of both."""
     fine = {
         (node, kind) for link in links if not link.matters for nodes, kind in [_way(topology, link)] for node in nodes
     }
@@ -171,6 +171,8 @@ def at_measured_links(topology: Topology, links: Iterable[LinkDrift]) -> Topolog
         share = bandwidth / channel.bandwidth(link.message_bytes)
         clusters = {nodes[one].cluster, nodes[other].cluster}
         joined = [number for number, link in enumerate(between) if {*link[:2]} == clusters]
+        if one == other and (one, kind) in fine:
+            continue  # one of its devices is slow
         if one == other:
             nodes[one] = dataclasses.replace(
                 nodes[one], inside=channel.with_bandwidth(share * channel.bytes_per_second)

@@ -34,14 +34,16 @@ from torch import Tensor, nn
 from ...checkpoint.run_states import random_state_of, restore_process
 from ...common.methods import wrap_method
 from ...common.ranks import from_rank_0, of_every_rank, print_on_rank_0
-from ...common.text import duration
+from ...common.text import duration, spans
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.held_layers import layers_by_rank, missing_bytes
 from ...planner.cluster.group_networks import Network, group_network
 from ...planner.cluster.topology import Topology
 from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
+from ...planner.cost.runnable import NoPlanError
 from ...planner.solver.follow import (
+    GAIN,
     LINK_CHANGED,
     MOVE_SECONDS,
     WINDOW,
@@ -105,6 +107,7 @@ class LivePlan:
         self._steps = 0
         self._evidence, self._of_links = LastingChange(), LastingChange(LINK_CHANGED)
         self._seen: DriftReport | None = None
+        self._told: set[tuple[int, ...]] = set()  # ranks that had better be left out
         self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
         self._ends: deque[float] = deque(maxlen=WINDOW + 1)  # of the last steps
         self._expected_seconds = 0.0  # of iterations after the last move, until it was judged
@@ -194,6 +197,7 @@ class LivePlan:
     def _paying(self, report: DriftReport, iteration: float | None) -> Proposal | None:
         proposal, least = self._run.propose(report, self._search()), self._caution.least_gain(self._steps)
         if proposal is not None:
+            self._say_who_slows_the_others(proposal)
             words = split_in_words(proposal.plan), 100 * proposal.gain, 100 * least
             log.debug("layers %s gain %.1f %%, and %.1f %% are needed", *words)
         if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), least):
@@ -201,6 +205,20 @@ class LivePlan:
         if iteration is not None:
             self._expected_seconds = iteration * (1 - proposal.gain / 2)
         return proposal
+
+    def _say_who_slows_the_others(self, proposal: Proposal) -> None:
+        plan, planning = self._run.plan, replace(self._plugin.planning, zero_stages=(self._run.plan.zero_stage,))
+        with suppress(NoPlanError):
+            best = best_plan(planning, proposal.topology, self._run.profile, plan.tensor_parallel, all_devices=False)
+            idle = tuple(sorted(layers_by_rank(plan).keys() - layers_by_rank(best).keys()))
+            now, then = (each.iteration_seconds for each in (proposal.plan, best))
+            if idle and then < (1 - GAIN) * now and idle not in self._told:
+                self._told.add(idle)
+                print_on_rank_0(
+                    f"after step {self._steps}, a plan without rank{'s' * (len(idle) > 1)} {spans(idle)} is faster: "
+                    f"{duration(then)} instead of {duration(now)} per iteration are predicted. A rank cannot leave the "
+                    "run; if that stays so, start again on the other devices"
+                )
 
     def _search(self) -> Callable[[Topology], Plan] | None:
         """Finds plans in which ranks change places; None if the loader or the form of replicas does not allow it."""

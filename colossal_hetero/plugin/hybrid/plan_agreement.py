@@ -93,6 +93,7 @@ def best_plan(
     tp_size: int | None = None,
     pp_size: int | None = None,
     unequal: bool = True,
+    all_devices: bool = True,
 ) -> Plan:
     from ...planner.solver.problem import Problem
     from ...planner.solver.search import search
@@ -109,7 +110,7 @@ def best_plan(
         model_chunks=planning.model_chunks,
         method=planning.method,
         unequal=unequal and planning.unequal,
-        all_devices=True,
+        all_devices=all_devices,
         recompute=planning.recompute,
         zero_stages=planning.zero_stages,
     )

@@ -113,7 +113,7 @@ def measure_all() -> tuple[Any, str, Any]:
 def test_layers_that_communicate_are_measured_together() -> None:
     results = run_ranks(2, measure_all)
     for _, words, _ in results:
-        assert words.startswith("measuring layers failed on rank 1: RuntimeError: mat1 and mat2 shapes")
+        assert words.startswith("measuring layers failed on rank 1: RuntimeError: ") and "mat1 and mat2 shapes" in words
     (summed, _, one), (other_summed, _, other) = results
     profile = summed.profile
     assert other_summed.profile == profile

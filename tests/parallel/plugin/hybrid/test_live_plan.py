@@ -72,11 +72,12 @@ def profile(tp: int) -> ModelProfile:
 
 
 class Clock:
-    """A clock that shows what the blocks of a stage take where the rank ``slow`` is three times slower than planned."""
+    """A clock that shows what the blocks of a stage take; the rank ``slow`` is ``factor`` times slower than planned."""
 
     plugin: Any = None
     booster: Any = None
     slow: int | None = None
+    factor = 3
 
     def __init__(self, schedule: Any) -> None: ...
 
@@ -85,7 +86,7 @@ class Clock:
     def read(self) -> PassSeconds:
         stages = (stage for replica in Clock.plugin.plan.replicas for stage in replica.stages)
         own = next(stage for stage in stages if dist.get_rank() in stage.ranks)
-        seconds = BLOCK_SECONDS * (own.blocks[1] - own.blocks[0]) * (3 if Clock.slow in own.ranks else 1)
+        seconds = BLOCK_SECONDS * (own.blocks[1] - own.blocks[0]) * (Clock.factor if Clock.slow in own.ranks else 1)
         return PassSeconds(seconds / 3, seconds * 2 / 3)
 
 
@@ -332,6 +333,15 @@ def a_slow_link_is_named() -> None:
     fast, measured = plugin.drift.links
     assert fast.ranks == (0, 1) and not fast.matters and fast.seconds < slow / 2
     assert measured.ranks == (1, 2) and measured.matters and slow < measured.seconds < 2 * slow
+
+
+@checks.on(2)
+def a_device_that_had_better_idle_is_named() -> None:
+    with patch.object(Clock, "factor", 20):
+        plugin, _, printed = slow_soon(zero_grad, steps=12)
+    assert plugin.plan.layers_per_stage == (5, 1)
+    if dist.get_rank() == 0:
+        assert [each for each in printed if each.startswith("after step 6, a plan without rank 1 is faster: ")]
 
 
 @checks.on(2)

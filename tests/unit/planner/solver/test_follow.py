@@ -197,9 +197,11 @@ def test_the_slow_node_is_told_by_its_other_links() -> None:
 
 def test_links_inside_a_node_and_between_clusters() -> None:
     kind = DeviceKind("fast", 10**9, 1e12)
-    topology = of_nodes([([kind, kind], FAST_LINK, (FABRIC,))])
-    inside = at_measured_links(topology, [link(topology, 0, 1, 5.0)])
+    topology = of_nodes([([kind] * 3, FAST_LINK, (FABRIC,))])
+    slow = link(topology, 0, 1, 5.0)
+    inside = at_measured_links(topology, [slow])
     assert seconds_of(inside, (0, 1)) == pytest.approx([5 * FAST_LINK.seconds(SIZE)])
+    assert at_measured_links(topology, [slow, link(topology, 1, 2)]) == topology
     topology = four_nodes(FABRIC)
     nodes = tuple(dataclasses.replace(node, cluster=number // 2) for number, node in enumerate(topology.nodes))
     topology = dataclasses.replace(topology, nodes=nodes, clusters=("a", "b"), between=((0, 1, ETHERNET),))
