@@ -35,7 +35,6 @@ class Division:
     """Assignment of the units of one layer or block to ranks."""
 
     units: int
-    """The number of units that each rank holds."""
     pruned: tuple[int, ...]
     """The number of units that each rank prunes, of those that it does not give away."""
     moves: tuple[Move, ...]
@@ -169,7 +168,6 @@ def column_traffic(
     bytes_per_element: int,
     *,
     column_parallel: bool,
-    method: str,
 ) -> Traffic:
     """The whole group's traffic for a layer in an iteration of ``passes`` micro-batches of ``rows`` rows each."""
 
@@ -181,21 +179,14 @@ def column_traffic(
     for sender in sorted({move.sender for move in moves}):
         parts = [move.units for move in moves if move.sender == sender]
         c, q = sum(parts), len(parts)
-        if method == "broadcast-reduce":
-            broadcast += sent(others, others * n * c)
-            if column_parallel:
-                reduce += sent(others, others * rows * n)
-                broadcast += sent(others, others * rows * n)
-            else:
-                broadcast += sent(others, others * rows * c)
-                direct += sent(q, rows * c)
-            direct += sent(q, n * c)
+        broadcast += sent(others, others * n * c)
+        if column_parallel:
+            reduce += sent(others, others * rows * n)
+            broadcast += sent(others, others * rows * n)
         else:
-            direct += sent(2 * q, 2 * n * c) + sent(q, rows * c)
-            if column_parallel:
-                direct += sent(2 * q, 2 * q * rows * n)
-            else:
-                direct += sent(q, rows * c) + sent(q, q * rows * n)
+            broadcast += sent(others, others * rows * c)
+            direct += sent(q, rows * c)
+        direct += sent(q, n * c)
     return Traffic(point_to_point=direct, broadcast=broadcast, reduce=reduce)
 
 

@@ -29,7 +29,6 @@ from tests.support.migration_runs import (
     assert_equal,
     deciding_run,
     give,
-    methods_for,
     migrating_run,
     reference_run,
 )
@@ -338,7 +337,7 @@ CASES: dict[str, Case] = {
     "checkpointed, reentrant": Case(model=partial(checkpointed, True)),
     "dropout outside of blocks": Case(model=partial(tiny_vit, pos_drop_rate=0.2, drop_path_rate=0.3), columns=True),
     "dropout in attention": Case(model=partial(tiny_vit, depth=1, attn_drop_rate=0.2), methods=METHODS[1:2]),
-    "dropout in MLPs": Case(model=partial(tiny_vit, depth=1, proj_drop_rate=0.2), methods=METHODS[2:]),
+    "dropout in MLPs": Case(model=partial(tiny_vit, depth=1, proj_drop_rate=0.2), methods=METHODS[1:]),
     "biases only": Case(model=partial(only, "bias"), columns=True),
     "second block only": Case(model=partial(only, "blocks.1")),
     "attention's weights only": Case(model=partial(only, "qkv.weight")),
@@ -395,7 +394,7 @@ def any_loop_trains_with_each_feature_as_without_migration() -> None:
         options = dict(tp_size=2 if world == 4 else world) | case.options
         expected = trained(case, name, 0, None, **options)
         for sender in range(world) if IS_THOROUGH else (number % world if case.sender is None else case.sender,):
-            methods = case.methods or (methods_for(number) if case.columns else METHODS[:1])
+            methods = case.methods or (METHODS if case.columns else METHODS[:1])
             for method in methods:
                 what = f"{name}, {method}, sender {sender}"
                 assert_equal(trained(case, what, sender, method, **options), expected, what)
@@ -433,7 +432,7 @@ def migration_in_half_precision_is_as_close_to_fp32_as_training_without_it() -> 
         start = reference_run(case.model(), **whole).parameters
         exact = trained(case, name, 0, None, **whole).parameters
         errors = []
-        for method in (None, *(METHODS[:2] if IS_THOROUGH or number == 0 else METHODS[:1])):
+        for method in (None, *(METHODS if IS_THOROUGH or number == 0 else METHODS[:1])):
             run = trained(case, f"{name}, {method}", case.sender or 0, method, tp_size=2, **case.options)
             run.model._force_wait_all_gather()
             errors.append(
@@ -465,7 +464,7 @@ def stragglers_that_come_and_go_or_follow_each_other(slowdown: SlowdownScript) -
     world = dist.get_world_size()
     phases = world if slowdown is one_rank_always_slow else 2 * world + 1
     expected = train(reference_run(tp_size=world), PHASE * phases)
-    for method in methods_for(phases):
+    for method in METHODS:
         run = deciding_run(slowdown, method)
         watch = Watch(run)
         train(run, PHASE * phases, each=watch)
@@ -538,9 +537,9 @@ def a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> No
 @checks.on(2)
 def weights_are_sent_and_gradients_return_in_each_pass() -> None:
     micro_batches, layers = 3, 4
-    for no_sync, sender, column_form in ((True, 0, METHODS[1]), (False, 1, METHODS[2])):
+    for no_sync, sender in ((True, 0), (False, 1)):
         expected = train(reference_run(tp_size=2), ITERATIONS, micro_batches, no_sync=no_sync)
-        for method in ("block", column_form):
+        for method in METHODS:
             run = migrating_run(method, sender, tp_size=2)
             watch = Watch(run)
             train(run, ITERATIONS, micro_batches, each=watch, no_sync=no_sync)
@@ -596,7 +595,7 @@ def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
 def evaluation_while_units_migrate_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
     expected: list[Tensor] = []
     plain = train_and_evaluate(reference_run(tp_size=world), expected)
-    for method in methods_for(1) if world == 2 else ("block",):
+    for method in METHODS if world == 2 else ("block",):
         seen: list[Tensor] = []
         run = train_and_evaluate(migrating_run(method, world - 1, tp_size=world), seen)
         balancer = run.plugin.balancer

@@ -25,6 +25,7 @@ from colossal_hetero.balance import (
     resize_ratios,
 )
 from colossal_hetero.balance.modes import (
+    COLUMN_PARTS,
     LayerKind,
     UnitWork,
     decide_counts,
@@ -41,6 +42,7 @@ FREE, IDLE = Costs(), BalancePlan.idle(2)
 RESIZE, AUTO = BalanceConfig(mode="resize"), BalanceConfig(mode="auto")
 MODES = ("off", "resize", "migrate", "semi", "auto")
 MIGRATING = ("migrate", "semi", "auto")
+EXACT = ("migrate", "auto")
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -128,7 +130,7 @@ def test_corrections_arrive_at_what_is_measured_smoothed_and_limited(true_scale:
 def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: Any, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.0 + RESIZE.threshold)
     group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
-    config = BalanceConfig(mode=mode, max_resize=data.draw(st.sampled_from([None, 0.9])))
+    config = BalanceConfig(mode=mode)
     none = (0.0,) * (ranks - 1)
     for before in (BalancePlan.idle(ranks), BalancePlan((0.1, *none), (0.3, *none), (0.0, 0.3, *none[1:]))):
         assert decide(group, FREE, config, before) == BalancePlan.idle(ranks)
@@ -187,9 +189,9 @@ def without_pruning(mode: Any) -> BalanceConfig:
 
 @given(groups(), st.sampled_from(MIGRATING), st.floats(0, 0.9))
 def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: Any, cap: float) -> None:
-    limit = 0.0 if mode == "migrate" else cap
+    limit = 0.0 if mode in EXACT else cap
     idle = BalancePlan.idle(len(group))
-    plan = decide(group, FREE, BalanceConfig(mode=mode, max_resize=cap if limit else None), idle)
+    plan = decide(group, FREE, BalanceConfig(mode=mode, max_resize=None if mode in EXACT else cap), idle)
     assert all(0 <= ratio <= limit + 1e-6 for ratio in plan.resize)
     assert sum(plan.migrate) == sum(plan.receive)
     assert all(plan.load(rank) > 0 for rank in range(len(group)))
@@ -198,34 +200,34 @@ def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: Any, c
     assert all((share * 2**20).is_integer() for share in (*plan.resize, *plan.migrate, *plan.receive))
 
 
-@pytest.mark.parametrize("mode", ["semi", "auto"])
-def test_rounding_to_steps_does_not_exceed_the_cap(mode: Any) -> None:
+def test_rounding_to_steps_does_not_exceed_the_cap() -> None:
     """0.3 is no multiple of the steps; the next one is above it. Each layer's ratio must stay below the cap."""
     group = [RankTimes(1.0, 0.9), RankTimes(4.0, 3.9), RankTimes(4.0, 3.9)]
     rules = Pruning(priority="priority-diff")
-    config = BalanceConfig(mode=mode, max_resize=0.3, pruning=rules)
+    config = BalanceConfig(mode="semi", max_resize=0.3, pruning=rules)
     ratio = max(decide(group, Costs(migrate_fixed_seconds=0.5), config, BalancePlan.idle(3)).resize)
     assert 0.29999 < ratio <= 0.3
     assert layer_ratios(ratio, [0.5, 0.1], [1.0, 1.0], rules, 0.3) == pytest.approx([0.3, 0.3], rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("mode", "slowdown", "costs", "threshold", "note"),
+    ("mode", "slowdown", "costs", "threshold", "says"),
     [
-        ("auto", 2.0, Costs(migrate_fixed_seconds=1.0), 0.1, "migration cannot pay: 2.33 s with, 2 s without"),
-        ("auto", 1.21, FREE, 0.2, "balancing would gain too little: 1.1 s with, 1.21 s without"),
-        ("auto", 4.0, FREE, 0.1, "migration pays: 1.6 s with, 4 s without"),
+        ("auto", 2.0, Costs(migrate_fixed_seconds=1.0), 0.1, "balancing would gain too little: 2 s with, 2 s without"),
+        ("auto", 1.21, FREE, 0.2, "balancing would gain too little: 1.21 s with"),
+        ("auto", 4.0, FREE, 0.1, "migration pays: 1.61 s with, 4 s without"),
         ("auto", 8.0, Costs(migrate_fixed_seconds=1.0), 0.1, "migration pays"),
-        ("migrate", 2.0, Costs(migrate_fixed_seconds=1.0), 0.1, ""),
+        ("migrate", 2.0, Costs(migrate_fixed_seconds=1.0), 0.1, "migration pays"),
     ],
 )
-def test_a_plan_says_why(mode: Any, slowdown: float, costs: Costs, threshold: float, note: str) -> None:
+def test_a_plan_says_why(mode: Any, slowdown: float, costs: Costs, threshold: float, says: str) -> None:
     """Mode "auto" migrates only if that pays, and "migrate" does anyway. A plan that is kept still says why."""
     config = BalanceConfig(mode=mode, threshold=threshold)
     plan = decide(straggler(slowdown), costs, config, IDLE)
-    assert plan.note.startswith(note)
-    assert bool(plan.migrate[0]) == (mode == "migrate" or note.startswith("migration pays"))
-    assert plan == IDLE or decide(straggler(1.05 * slowdown), costs, config, plan).note == plan.note
+    assert plan.note.startswith(says)
+    assert bool(plan.migrate[0]) == says.startswith("migration pays")
+    kept = decide(straggler(1.05 * slowdown), costs, config, plan)
+    assert plan == IDLE or (kept == plan and kept.note.startswith("migration pays"))
 
 
 @pytest.mark.parametrize("mode", MIGRATING)
@@ -243,18 +245,19 @@ def test_a_small_change_keeps_the_plan_and_a_large_one_does_not(mode: str) -> No
     plan, limited = (
         decide(straggler(4.0, 3), FREE, config, BalancePlan.idle(3), max_received=most) for most in (INFINITE, 0.1)
     )
-    assert max(plan.receive) > 0.1 and max(limited.receive) == pytest.approx(0.1)
+    assert max(plan.receive) > 0.1 >= max(limited.receive) > 0.1 - 1 / COLUMN_PARTS
     assert sum(limited.migrate) == pytest.approx(sum(limited.receive))
 
 
 @pytest.mark.parametrize("mode", MIGRATING)
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_plan_goes_with_its_straggler(mode: str, ranks: int) -> None:
-    """Also where many receivers hardly feel it."""
+    """Also where many receivers hardly feel it; exact modes wait until that is more than the noise."""
     config, idle = without_pruning(mode), BalancePlan.idle(ranks)
     plan = decide(straggler(1.5, ranks), FREE, config, idle)
     assert plan != idle
-    assert decide(straggler(1.05, ranks), FREE, config, plan) == idle
+    recovered = straggler(1.0 if mode in EXACT else 1.05, ranks)
+    assert decide(recovered, FREE, config, plan, uncertainty=0.02) == idle
     elsewhere = straggler(1.5, ranks)[::-1]
     assert decide(elsewhere, FREE, config, plan) == decide(elsewhere, FREE, config, idle)
 
@@ -325,7 +328,7 @@ EVEN = (64, 64)
         (2.0, 0.1, EVEN, 0.01, 0.0, True, ""),  # what costs more than it saves is not sent
         (2.0, 0.0, EVEN, 0.01, 1.0, True, ""),
         (2.0, 0.1, (43, 85), 0.01, 0.0, False, "migration cannot pay"),
-        (2.0, 0.0, (45, 83), 0.05, 0.0, True, "migration pays: 1.34 s in blocks with, 2 s without"),
+        (2.0, 0.0, (45, 83), 0.05, 0.0, True, "migration pays: 1.34 s with, 2 s without"),
     ],
 )
 def test_counts_change_if_that_gains_enough(
