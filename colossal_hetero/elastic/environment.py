@@ -159,7 +159,6 @@ def runs_launcher(job: str) -> bool:
 
 
 def _started(process: int) -> int | None:
-    """Start of a process in ticks since the start of the machine; None if it does not run."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

@@ -201,9 +201,6 @@ def _guard(reference: weakref.ref[JobStore], closed: threading.Event, pause_seco
         del store
 
 
-# Store server --------------------------------------------------------------------------------------------------------
-
-
 def start_store(host: str | None, port: int) -> tuple[TCPStore, str]:
     """Start the server, on all addresses without a ``host``; returns the store, whose end ends it, and its address."""
     if not 0 <= port <= 65535:

@@ -25,8 +25,6 @@ from .world import (
     World,
 )
 
-# World ends ----------------------------------------------------------------------------------------------------------
-
 
 class WorldEnds:
     def __init__(self, store: JobStore) -> None:
@@ -49,9 +47,6 @@ class WorldEnds:
 
     def has_left(self, round_: int, member: Member) -> bool:
         return self._store.check([f"left/{round_}/{member.number}"])
-
-
-# Monitor -------------------------------------------------------------------------------------------------------------
 
 
 BEATS = 4  # looks per keep-alive interval: is the next message due, and who is dead?

@@ -25,8 +25,6 @@ from ..checkpoint.records import CheckpointPart
 from .environment import runs_launcher
 from .held_layers import HeldLayers
 
-# Newest memory -------------------------------------------------------------------------------------------------------
-
 
 class StateName(NamedTuple):
     """The state of the whole model after ``version`` optimizer steps, as one world has made it."""
@@ -98,7 +96,6 @@ class _Header(CheckpointPart):
     kinds: dict[str, str]
     pieces: tuple[_Piece, ...]
     bytes: int
-    """Of all elements."""
     state: RunState
 
 
@@ -121,7 +118,6 @@ class MemoryFile:
     state: RunState
     kept: tuple[_Piece, ...]
     first: int
-    """Where the elements start in the file."""
 
     def pieces(self) -> list[TensorPiece]:
         """Pieces that the rank held. The tensors are in the file's memory, which is read where it is used."""
@@ -199,9 +195,6 @@ def _write_at(file: Any, position: int, content: Any) -> None:
 
 def _aligned(position: int) -> int:
     return -(-position // ALIGNMENT) * ALIGNMENT
-
-
-# Memory folder -------------------------------------------------------------------------------------------------------
 
 
 SUFFIX = "state"

@@ -1,10 +1,8 @@
-"""Rendezvous of members: torch's dynamic rendezvous, whose state is one value in the store.
-
-The state has the members of the present round (*participants*), those who wait for the next one (*wait list*), spares
-(*redundancy list*), and when each of them was last heard of. Everybody who reads it removes those that have been silent
-for too long. The next round opens when all participants of the present one have left it, or are removed.
-``DynamicRendezvousHandler`` is not used: its dead-wait is 15 s, it looks once a second, and it ends each rendezvous
-with messages to and from rank 0, for which others wait up to a minute if it dies meanwhile.
+"""Rendezvous of members: torch's dynamic rendezvous, whose state is one value in the store: the members of the present
+round (*participants*), those who wait for the next one (*wait list*), spares (*redundancy list*), and when each was
+last heard of. Everybody who reads it removes those that have been silent for too long. The next round opens when all
+participants of the present one have left it, or are removed. ``DynamicRendezvousHandler`` is not used: its dead-wait is
+15 s, it looks once a second, and at the end others wait up to a minute for rank 0 if it dies meanwhile.
 """
 
 from __future__ import annotations
@@ -106,7 +104,6 @@ class Roster(NamedTuple):
     round: int
     members: tuple[Member, ...]
     waiting: int
-    """Number of members that wait for the next round."""
 
 
 class _Executor(_DistributedRendezvousOpExecutor):

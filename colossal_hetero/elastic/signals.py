@@ -1,18 +1,14 @@
 """Signals and files that announce the end of a process. Without torch.
 
-A worker asks before each commit for *notices* that its machine will leave. Ranks may see a notice in different
-iterations, so what counts is what the commit, which is common to all ranks, says. An answer never goes back to no.
+Ranks may see a *notice* that a machine will leave in different iterations, so what counts is what the commit, which is
+common to all ranks, says. *Watches* act before SIGTERM or ``abort`` ends the process, even if the main thread waits in
+a collective for ever: Python writes a signal's number to a pipe at once, where a thread reads it. SIGABRT ends the
+process as soon as its handler has returned, so that handler is a function of C for the system.
 
-*Watches* act before SIGTERM or ``abort`` ends the process, even if the main thread waits in a collective for ever.
-Python runs a signal's handler in the main thread, between two of its instructions, but writes the signal's number to a
-pipe at once, where a thread reads it. SIGABRT ends the process as soon as its handler has returned, so that handler is
-a function of C for the system.
-
-[Note: aborts] NCCL's watchdog, a thread of torch, looks every 100 ms for collectives that have failed or exceed their
-time limit, because an ended rank's connection is lost or it does not answer. Unless ``TORCH_NCCL_ASYNC_ERROR_HANDLING``
-is 0 or 2, it throws an error, which aborts the process. With 3, torch's default, it aborts no collective before, so
-nothing goes on with values that are not complete. Main threads that wait for a GPU in functions of torch do not hold
-Python's lock, which the handler needs.
+[Note: aborts] NCCL's watchdog, a thread of torch, throws an error, which aborts the process, when a collective has
+failed or exceeds its time limit, unless ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0 or 2. With 3, torch's default, it
+aborts no collective before, so nothing goes on with values that are not complete. Main threads that wait for a GPU in
+functions of torch do not hold Python's lock, which the handler needs.
 """
 
 from __future__ import annotations
@@ -81,9 +77,6 @@ class FileNotice:
     def is_given(self) -> bool:
         self._is_given = self._is_given or self._path.exists()
         return self._is_given
-
-
-# Watches --------------------------------------------------------------------------------------------------------------
 
 
 EXIT_CODE = 128 + signal.SIGTERM

@@ -2,9 +2,8 @@
 
 [Note: keeping a state] Between two commits (``plugin/replicas/replica_gradients.py``) nothing changes a parameter. So a
 state is noted when an iteration begins, and written from where it is, without another copy. If the process is about to
-end, it can still be written by whoever notices it first, also by another thread while the main thread waits for a rank
-that has ended. Before a rank agrees to a commit, its file is written. So when a file of the next state is begun, all
-ranks have those of the state before, and older files can go.
+end, it can still be written by whoever notices it first, also by another thread. Before a rank agrees to a commit, its
+file is written. So when a file of the next state is begun, all ranks have those before, and older files can go.
 """
 
 from __future__ import annotations
@@ -125,7 +124,6 @@ class StateKeeper:
         self.write()
 
     def _remove_older(self) -> None:
-        """Keep only the latest file of this rank; see [Note: keeping a state]."""
         if self._written is None:
             return
         for file in self._folder.files():
@@ -135,7 +133,6 @@ class StateKeeper:
                 self._folder.remove(file)
 
     def _order(self, pieces: list[TensorPiece]) -> None:
-        """Let later copies of the pieces come after what the current streams do now."""
         for device in {piece.data.device for piece in pieces if piece.data.is_cuda}:
             if device not in self._copies:
                 self._copies[device] = _HostCopies(device)

@@ -32,7 +32,6 @@ class World(NamedTuple):
     round: int
     """Number of the world in the job; it grows, but not always by one."""
     nodes: tuple[str, ...]
-    """Name of each member's node, by rank. A name may occur more than once."""
 
 
 class Failure(NamedTuple):
@@ -40,9 +39,6 @@ class Failure(NamedTuple):
 
     node: str
     reason: str
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
 
 
 class MembershipError(Exception):
@@ -59,9 +55,6 @@ class JoinTimeoutError(MembershipError):
 
 class JobEndedError(MembershipError):
     """The job has ended, so nobody can join it."""
-
-
-# Timing --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

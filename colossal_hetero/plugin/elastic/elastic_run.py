@@ -1,22 +1,15 @@
 """Training that goes on when members die or come: what the ranks do between two worlds.
 
 [Note: between two worlds] An iteration ends with the commit of ``replica_gradients.py``, before which nothing has
-changed a parameter. So if a collective fails, each rank holds the result of the last step, or has all that it needs to
-make it. Then all ranks, in this order:
+changed a parameter. If a collective fails, all ranks leave the old world and form a new one; agree on the newest step,
+which ranks that lack only this one make; make plan, plugin, model and optimizer again inside the script's objects; move
+state to where the plan needs it; and repeat the passes since. A process that joins does the first in the plugin's
+constructor and in ``booster.boost``, and the rest in ``plugin.resume``.
 
-1. Tell the others, leave the old world, form a new one with those that are there.
-2. Agree on the newest step. Ranks that lack only this step make it.
-3. Make a plan for the members, the plugin, the model and the optimizer again. The script keeps its objects.
-4. Move parameters and the optimizer's state to where the plan needs them.
-5. Repeat the passes since the last step, on the same global batches.
-
-A process that joins goes through 1 to 3 in the plugin's constructor and in ``booster.boost``, and through 4 in
-``plugin.resume``.
-
-[Note: in a step] With ZeRO, parameters are gathered after masters are updated. If that fails, the step is made: 4 fills
-parameters from masters. But scripts have not yet called what comes after it, such as ``schedule.step()``, so their
-states are those of a step before. A process that gets such a state begins with this iteration, and skips its passes and
-its ``optimizer.step``. If the script of any member is past the step, a process that joins gets the state of that one.
+[Note: in a step] With ZeRO, parameters are gathered after masters are updated. If that fails, the step is made, and
+parameters come from masters. But scripts have not yet called what comes after it, such as ``schedule.step()``. A
+process that gets such a state begins with this iteration, and skips its passes and its ``optimizer.step``. If the
+script of any member is past the step, a process that joins gets the state of that one.
 """
 
 from __future__ import annotations
@@ -87,8 +80,6 @@ class ElasticRun:
         self._skips = False  # the script's first iteration; see [Note: in a step]
         self.evaluations = Evaluations()
         self._steps_in_world = 0
-
-    # A world ------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Form the first world of this process, however often it takes."""
@@ -165,8 +156,6 @@ class ElasticRun:
     def _is_in_step(self) -> bool:
         """True if a step is made, but the script has not done yet what it does after it."""
         return self._skips or (self._stepping is not None and self.version > self._stepping)
-
-    # The plugin's moments -----------------------------------------------------------------------------------------
 
     def note(self, objects: TrainingObjects) -> None:
         if self._session is None and objects.optimizer is not None:
@@ -260,8 +249,6 @@ class ElasticRun:
             self._skips = in_step
         return received
 
-    # Iterations ---------------------------------------------------------------------------------------------------
-
     def _before_call(self) -> None:
         """Called when the script calls :meth:`run`, :meth:`evaluate` or :meth:`guarded`."""
 
@@ -325,7 +312,6 @@ class ElasticRun:
         self._members.depart()
 
     def _repeat(self) -> dict:
-        """Repeat the passes since the last step, however often it takes; returns what the last of them does."""
         result: dict = {}
         while True:
             try:
@@ -377,8 +363,6 @@ class ElasticRun:
         commit = exchange(squared_norm, has_gradient, words=words)
         self._commit = commit
         return commit
-
-    # Another world ------------------------------------------------------------------------------------------------
 
     def _change(self, reason: str, failed: bool = True) -> None:
         """Go on in another world, because this one has ``failed``, or because of a member that joins or leaves."""
@@ -444,7 +428,6 @@ class ElasticRun:
             raise StateLost(f"all members with a state of training were lost; {START_AGAIN}")
 
     def _go_on(self, reason: str | None, lr_scheduler: Any = None, loader: Any = None) -> int:
-        """Take part in another world, with the script's objects; returns the bytes received."""
         self._form_again(reason)
         assert self._session is not None and self._agreed is not None
         self._session.make_again(self._plugin, self._loader)
@@ -456,7 +439,6 @@ class ElasticRun:
 
 
 def _lost(error: RuntimeError) -> str:
-    """Reason why a collective has failed, if it is a lost connection; raises any other error again."""
     words = str(error)
     if not (isinstance(error, dist.DistError) or is_lost_connection(words)):
         raise error

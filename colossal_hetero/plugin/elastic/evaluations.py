@@ -63,7 +63,6 @@ def is_joined_inside(standings: Sequence[Standing]) -> bool:
 
 
 def _drawing(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
-    """Repeat the batches that were drawn before, then draw the next ones, which are noted."""
     yield from tuple(drawn)
     for batch in batches:
         drawn.append(batch)

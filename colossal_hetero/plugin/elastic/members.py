@@ -16,9 +16,8 @@ from ...common.launch import end_with_parent
 from ...common.text import say
 from ...elastic.config import ElasticConfig
 from ...elastic.environment import ElasticEnvironment, TorchrunPlace, check_torchrun
-from ...elastic.handshake import find_each_other
 from ...elastic.membership import Membership
-from ...elastic.process_groups import LaunchedState, ProcessGroups
+from ...elastic.process_groups import LaunchedState, ProcessGroups, find_each_other
 from ...elastic.signals import FileNotice, SignalNotice
 from ...elastic.world import JobEndedError, MembershipTiming, World
 from ...planner.cluster.topology import Topology
@@ -104,9 +103,6 @@ class JobMember(Membership):
         return any(notice.is_given() for notice in self._notices)
 
 
-# First world ---------------------------------------------------------------------------------------------------------
-
-
 STARTED, FORMED = "started", "in a world"  # numbers of processes: come before the first world, been in one
 
 
@@ -125,9 +121,6 @@ def wait_for_the_first_world(board: Membership, expected: int, limit_seconds: fl
         if there >= expected or time.monotonic() > deadline or board.count(FORMED, 0):
             return
         time.sleep(SECONDS_PER_LOOK)
-
-
-# Restarted member ----------------------------------------------------------------------------------------------------
 
 
 SEED = 1024  # as in ``colossalai.launch``

@@ -70,9 +70,6 @@ class WaitForNodes:
             time.sleep(SECONDS_PER_LOOK)
 
 
-# Plans ---------------------------------------------------------------------------------------------------------------
-
-
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
     check_option("elastic", elastic, ElasticConfig, "min_members=...")
     planning, is_auto = arguments["planning"], arguments["plan"] == "auto"

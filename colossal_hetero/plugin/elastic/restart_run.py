@@ -1,9 +1,8 @@
 """Training whose processes end when a member is lost or comes, and continue when they are started again.
 
-[Note: recovery by restart] torchrun, which has started the processes, starts them again, in a world that may be another
-one. They do what a process does that joins (see [Note: between two worlds] in
-``elastic_run.py``), but what each rank holds comes out of the memory files that its node's former processes have left.
-A step that only some ranks have made does not count if they do not have all of its state.
+[Note: recovery by restart] torchrun starts the processes again, in a world that may be another one. They do what a
+process does that joins ([Note: between two worlds] in ``elastic_run.py``), but what each rank holds comes out of the
+memory files of its node's former processes. A step that only some ranks have made counts if they have all its state.
 """
 
 from __future__ import annotations
@@ -63,8 +62,6 @@ class RestartRun(ElasticRun):
         self._keeper: StateKeeper | None = None
         self._end_watches: list[AbortWatch | TerminationWatch] = []
 
-    # A world ------------------------------------------------------------------------------------------------------
-
     def form(self) -> None:
         """Form the world, find the newest whole state in memory files, and make the plugin."""
         nodes = self._members.form_world()
@@ -89,8 +86,6 @@ class RestartRun(ElasticRun):
         self._keeper = StateKeeper(self._folder, self._slot, self._config.memory_every, tidies=self._slot == 0)
         self._new_layers, _ = self._build(nodes, layers, None)
 
-    # The plugin's moments -----------------------------------------------------------------------------------------
-
     def resume(
         self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
     ) -> Start:
@@ -107,8 +102,6 @@ class RestartRun(ElasticRun):
         self._end_watches = [kind(partial(self._write_within, SIGTERM_SECONDS)) for kind in kinds]
         atexit.register(self._write_within, 0.0)
         return start
-
-    # Iterations ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """End training: the memory files are not needed any more. Every rank calls it."""
@@ -185,9 +178,6 @@ def _held(files: Sequence[MemoryFile]) -> Held | None:
     pieces = {(piece.key, piece.box): piece for file in files for piece in file.pieces()}
     kinds = {entry: kind for file in files for entry, kind in file.kinds.items()}
     return Held(list(pieces.values()), kinds, files[0].state)
-
-
-# Recoveries ----------------------------------------------------------------------------------------------------------
 
 
 def elastic_run_of(plugin: Any, arguments: Mapping[str, Any], config: ElasticConfig) -> ElasticRun:

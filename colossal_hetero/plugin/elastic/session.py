@@ -22,8 +22,7 @@ from ...checkpoint.pieces import RunState, TensorPiece
 from ...checkpoint.restoring import Restoring
 from ...checkpoint.run_states import Training, restore_group_options, restore_run, run_state_of
 from ...common.ranks import of_every_rank
-from ...elastic.held_layers import Held
-from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
+from ...elastic.held_layers import Held, HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ...profiling.model_layers import find_block_row
 from ..training_objects import TrainingObjects
 
@@ -67,9 +66,6 @@ def _shared_hooks(model: nn.Module) -> dict[int, Any]:
     }
 
 
-# Session -------------------------------------------------------------------------------------------------------------
-
-
 class Session:
     """The script's objects, before they are configured, and what makes their inside again. ``plugin.configure`` is
     called for it in the plugin's new state."""
@@ -81,7 +77,6 @@ class Session:
         self.objects: TrainingObjects | None = None
         """What ``booster.boost`` has returned; None before it has."""
         self.row: str | None = None
-        """Name of the row of blocks; None for a model without blocks."""
         with suppress(ValueError):
             self.row = find_block_row(given.model).name
 
@@ -100,9 +95,6 @@ class Session:
         made, own = TrainingObjects(*plugin.configure(*given)), self.objects
         own.model.__dict__, own.optimizer.__dict__ = made.model.__dict__, made.optimizer.__dict__
         plugin.adopt(own.model, loader)
-
-
-# State ---------------------------------------------------------------------------------------------------------------
 
 
 START_AGAIN = (

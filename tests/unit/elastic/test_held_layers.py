@@ -10,15 +10,16 @@ import pytest
 from colossal_hetero.checkpoint.pieces import Box
 from colossal_hetero.elastic.held_layers import (
     CatchUp,
+    HeldBox,
     HeldLayers,
     Standing,
     agree,
+    inheritance,
     layers_by_rank,
     missing_bytes,
     surviving_topology,
     with_fewest_moves,
 )
-from colossal_hetero.elastic.moves import HeldBox, inheritance
 from tests.support.machines import Nodes, machines
 from tests.support.planning import make_plan, unequal_plan
 

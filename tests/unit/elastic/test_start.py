@@ -20,7 +20,7 @@ from colossal_hetero.elastic.environment import (
     parse_address,
     runs_launcher,
 )
-from colossal_hetero.elastic.handshake import Greeting, find_each_other
+from colossal_hetero.elastic.process_groups import Greeting, find_each_other
 from tests.support.machines import Nodes, machines
 
 TORCHRUN = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", GROUP_WORLD_SIZE="1")
