@@ -42,7 +42,6 @@ from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.stragglers import cpu_quota
-from tests.support.layer_profiles import times_of
 
 IMAGE, PATCH, HEADS = 32, 4, 4
 
@@ -217,9 +216,6 @@ def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[fl
             )
     errors = [abs(variant.plan.iteration_seconds / variant.median_seconds - 1) for variant in variants]
     notes.append(f"Closed form: largest error {max(errors):.1%}, median {median(errors):.1%}.")
-    kind = topology.devices[1].kind.name
-    schedule = times_of(profile, kind, 1, arguments.micro_batch).schedule_seconds
-    notes.append(f"Schedule on rank 1, per micro-batch and cut: {schedule * 1e3:.2f} ms.")
     title = f"Hidden size {hidden}; rank 1 of 2 under a CPU quota of {quota:g} of a core"
     print_table(
         title,

@@ -1,17 +1,12 @@
-"""Measure a device: the largest micro-batch that it holds, and the time of micro-batches (Poplar, Algorithm 1).
+"""Measure a device: the largest micro-batch that it holds, and the time of micro-batches (Poplar, Algorithm 1). Memory
+is measured with every trial; the algorithm's prediction from one sample only sets which sizes come first.
 
-Each rank measures without communication. Algorithm 1 predicts the largest batch from the memory of one sample; here
-memory is measured with every trial, and the prediction only sets which sizes come first.
-
-[Note: reserve] Training may need more memory than the trials: for longer samples than the first ones, the optimizer's
-step, what else the loop keeps, and fragmentation. So the share ``RESERVE`` of the memory that micro-batches could use
-is held while sizes are tried. Only the smallest micro-batch is accepted without a reserve.
+[Note: reserve] Training may need more memory than the trials: for longer samples, the optimizer's step, and
+fragmentation. So the share ``RESERVE`` of the memory that micro-batches could use is held while sizes are tried. Only
+the smallest micro-batch is accepted without a reserve.
 
 [Note: straight curves] Only the largest and the smallest size are always timed, then one in the middle. If the straight
 line between its neighbors predicts its time, no others are timed; otherwise each half is treated alike.
-
-On a CPU with an address-space limit, oneDNN keeps some megabytes for every size that it has run, and compiles nothing
-new in a thread in which compiling ran out of memory. Then the result may be below the true largest batch.
 """
 
 from __future__ import annotations
@@ -111,7 +106,6 @@ TOLERATED_DIP = 0.1
 
 
 Run = Callable[[int], float]
-"""Seconds of a micro-batch of so many samples, forward and backward."""
 
 
 def profile_device(
@@ -178,9 +172,7 @@ class _Trials:
     on_progress: Callable[[Progress], None] | None
     abort: Callable[[], None]
     base: int = 0
-    """Bytes in use between passes."""
     limit: int = 0
-    """Bytes that may be in use during a pass."""
 
     def __post_init__(self) -> None:
         self._failed: int | None = None
@@ -318,7 +310,6 @@ class _Trials:
         return sorted({batch for pair in pairs for batch in pair})
 
     def _typical(self, batch: int) -> float:
-        """Median time without the first run, which prepares libraries; of many runs, the mean without the longest."""
         timings = sorted(self._timings[batch][1:] or self._timings[batch])
         if len(timings) < MANY_RUNS:
             return timings[(len(timings) - 1) // 2]

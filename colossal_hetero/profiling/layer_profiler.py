@@ -1,8 +1,6 @@
-"""Measure a model's layers on the devices that will train it (AutoHet, section III-D).
-
-Runs of 1, 2, 4, 8 … consecutive blocks are timed, and the parts before and after the blocks. The time of a block is
-fitted to all runs together, and ``n`` blocks are predicted to take ``n`` times that, within the noise. All ranks
-measure at once without communication, with micro-batches, threads and added gradients as in training.
+"""Measure a model's layers on the devices that will train it (AutoHet, section III-D): runs of 1, 2, 4, 8 … consecutive
+blocks, to which the time of a block is fitted, and the parts before and after. All ranks measure at once without
+communication, with micro-batches, threads and added gradients as in training.
 
 [Note: typical times] Under a CPU quota a process runs until its share of a period (usually 100 ms) is used up, so the
 median of short passes would be the full speed. With one thread, passes are measured in CPU time, times one ratio of
@@ -36,7 +34,6 @@ from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
 from .preserved_state import preserved_state
 from .progress import Progress
-from .schedule_loop import Loopback, ScheduleLoop, loopback
 
 MIN_SECONDS = 3.0
 """Shortest measurement of each micro-batch size: 30 periods of a quota, so one more or less is an error of 3 %."""
@@ -112,7 +109,6 @@ Part = tuple[str, int, int]
 ENDS: Part = ("ends", 0, 0)
 BEFORE: Part = ("before", 0, 0)
 AFTER: Part = ("after", 0, 0)
-SCHEDULE: Part = ("schedule", 0, 0)
 
 
 @dataclass
@@ -143,24 +139,23 @@ class _Measurement:
         result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
         counting = self._device if counts_bytes(self._device) else None
-        with loopback(self._device) as messages:
-            for index, size in enumerate(sizes):
-                try:
-                    times[size] = self._time(sizes, index, messages)
-                    passes = LayerPasses(self.model, self.layers.row, self.criterion, resized(self.batch, size))
-                    singles = {kind: block for kind, (_, block, _) in self._singles.items()}
-                    memory = measure_memory(passes, self.model, self._kinds, singles, counting)
-                    result.activations, result.outputs = (
-                        [math.ceil(each / size) for each in values] for values in (memory.kept, memory.outputs)
-                    )
-                    if memory.temporaries:
-                        result.temporaries[size] = memory.temporaries
-                except Exception as error:
-                    if not is_out_of_memory(error) or not times:
-                        raise
-                    times.pop(size, None)
-                    recover(error)
-                    break
+        for index, size in enumerate(sizes):
+            try:
+                times[size] = self._time(sizes, index)
+                passes = LayerPasses(self.model, self.layers.row, self.criterion, resized(self.batch, size))
+                singles = {kind: block for kind, (_, block, _) in self._singles.items()}
+                memory = measure_memory(passes, self.model, self._kinds, singles, counting)
+                result.activations, result.outputs = (
+                    [math.ceil(each / size) for each in values] for values in (memory.kept, memory.outputs)
+                )
+                if memory.temporaries:
+                    result.temporaries[size] = memory.temporaries
+            except Exception as error:
+                if not is_out_of_memory(error) or not times:
+                    raise
+                times.pop(size, None)
+                recover(error)
+                break
         result.context_bytes = outside_bytes(self._device)
         update, state_factor = self._update(precision)
         # The ratio over the whole measurement, because it then covers as many periods of a quota as possible.
@@ -169,7 +164,6 @@ class _Measurement:
         result.state_factor = state_factor
         for size, parts in times.items():
             seconds = {part: self._typical(durations, pace) for part, durations in parts.items()}
-            result.schedule[size] = seconds[SCHEDULE][0]
             result.errors[size] = self._relative_error(parts)
             result.runs[size] = {count: seconds["run", 0, count] for _, _, count in self._runs}
             result.forward[size], result.backward[size] = (
@@ -177,19 +171,14 @@ class _Measurement:
             )
         return result
 
-    # Times ------------------------------------------------------------------------------------------------
-
     @property
     def _by_cpu_time(self) -> bool:
         return self._device.type == "cpu" and torch.get_num_threads() == 1 and self.group is None
 
-    def _time(
-        self, sizes: Sequence[int], index: int, messages: Loopback
-    ) -> dict[Part, list[tuple[Duration, Duration]]]:
-        """Durations of each part, forward and backward (of the schedule, all and 0), one per round of all parts."""
+    def _time(self, sizes: Sequence[int], index: int) -> dict[Part, list[tuple[Duration, Duration]]]:
+        """Durations of each part, forward and backward, one per round of all parts."""
         size = sizes[index]
         passes = LayerPasses(self.model, self.layers.row, self.criterion, resized(self.batch, size))
-        schedule = ScheduleLoop(passes, messages)
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
 
         # In a fixed order, a quota might always hit the same part. Layers may communicate, so ranks have the same one.
@@ -199,13 +188,11 @@ class _Measurement:
             if self.on_progress is not None:
                 which = f" ({index + 1} of {len(sizes)})" if len(sizes) > 1 else ""
                 self.on_progress(Progress(f"measuring micro-batches{which}", size))
-            for part in order.sample([ENDS, SCHEDULE, *self._parts], len(self._parts) + 2):
+            for part in order.sample([ENDS, *self._parts], len(self._parts) + 1):
                 if part == ENDS:
                     before, after = passes.ends()
                     durations.setdefault(BEFORE, []).append(before)
                     durations.setdefault(AFTER, []).append(after)
-                elif part == SCHEDULE:
-                    durations.setdefault(part, []).append((schedule.run(), Duration(0.0, 0.0)))
                 else:
                     durations.setdefault(part, []).append(passes.run(*part[1:]))
 
@@ -244,7 +231,7 @@ class _Measurement:
         return forward, backward
 
     def _relative_error(self, parts: Mapping[Part, Sequence[tuple[Duration, Duration]]]) -> float:
-        rounds = zip(*(durations for part, durations in parts.items() if part != SCHEDULE), strict=True)
+        rounds = zip(*parts.values(), strict=True)
         cpu = self._by_cpu_time
         totals = [sum(each.cpu if cpu else each.wall for part in of_round for each in part) for of_round in rounds]
         return relative_error(totals, of_median=cpu or self._device.type != "cpu")
@@ -257,8 +244,6 @@ class _Measurement:
         added = sum(sum(alone[:count]) for _, _, count in self._runs)
         factor = measured / added if added > 0 else 1.0
         return [factor * each for each in alone]
-
-    # Update -----------------------------------------------------------------------------------------------
 
     def _update(self, precision: str) -> tuple[list[float], float]:
         """Seconds of the optimizer's step by layer (CPU time with one thread), and bytes of state per parameter byte.

@@ -74,7 +74,6 @@ def local_collectives(
 
 
 def _fill(output: Tensor, own: Tensor) -> None:
-    """Fill ``output`` with copies of ``own``; a piece of ``output`` with the same memory as ``own`` is skipped."""
     flat, part = output.detach().view(-1), own.detach().reshape(-1)
     if part.numel() == 0:
         return
@@ -88,9 +87,7 @@ def _own(pieces: Sequence[Tensor], group: Group) -> Tensor:
 
 
 Given = dict[str, Any]
-"""Arguments of a collective, by name."""
 _IN_PLACE = {"all_reduce": "tensor", "all_reduce_coalesced": "tensors", "reduce": "tensor", "broadcast": "tensor"}
-"""Arguments that keep their values."""
 _OBJECTS = {"all_gather_object": "object_list", "gather_object": "object_gather_list"}
 _FILLED: dict[str, Callable[[Given], Iterable[tuple[Tensor, Tensor]]]] = {
     "all_gather": lambda given: [(each, given["tensor"]) for each in given["tensor_list"]],

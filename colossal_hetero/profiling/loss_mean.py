@@ -51,7 +51,6 @@ class Pair(NamedTuple):
     share: float
     """Measured part of the first one in the mean of both; nan if no weights explain the loss of both."""
     error: float
-    """Largest error of ``share``."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,6 @@ class _Comparison:
             raise AssertionError("each mode returns or raises")
 
     def _alone(self, index: int) -> Any:
-        """The batch of a sample; None if there is none, because ``collate_fn`` leaves it out."""
         with suppress(Exception):
             return self._trial.batch([index] * self._multiple)
         return None
@@ -167,7 +165,6 @@ class _Comparison:
         return float(self._trial.loss_of(copy(self._batch(*indices))))
 
     def _batch(self, *indices: int) -> Any:
-        """The batch of one or two samples, each of them as often as a batch must have it."""
         if len(indices) == 1:
             return self._batches[indices[0]]
         if self._is_random_batch:
@@ -209,7 +206,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _pair(one: float, other: float, both: float, noise: float, rounding: float) -> Pair:
-    """See [Note: evidence]."""
     finite = math.isfinite(one), math.isfinite(other)
     if finite == (True, True):
         error = noise + rounding * max(abs(one), abs(other), abs(both))

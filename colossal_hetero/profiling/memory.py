@@ -172,7 +172,6 @@ def _address_space_limit() -> int | None:
 
 
 def _status_bytes(name: str) -> int | None:
-    """A field of ``/proc/self/status``, converted from kB; None if it is missing."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

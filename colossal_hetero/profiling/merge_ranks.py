@@ -29,14 +29,10 @@ class RankLayers:
     memory_bytes: int
     forward: dict[int, list[float]] = field(default_factory=dict)
     backward: dict[int, list[float]] = field(default_factory=dict)
-    schedule: dict[int, float] = field(default_factory=dict)
-    """Time of the schedule itself per micro-batch and cut."""
     errors: dict[int, float] = field(default_factory=dict)
-    """Standard error of the times, as a share of them."""
     runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
     """Forward and backward of a run of blocks, by number of blocks."""
     update: list[float] = field(default_factory=list)
-    """Time of the optimizer's step."""
     activations: list[int] = field(default_factory=list)
     """Bytes per sample kept for backward."""
     outputs: list[int] = field(default_factory=list)
@@ -103,7 +99,6 @@ def merge_ranks(
 
 
 def _temporaries(measured: Sequence[RankLayers]) -> dict[str, tuple[int, ...]]:
-    """Temporary bytes of the rank with the most, as fields of the sizes; none if a rank did not measure them."""
     common = set.intersection(*(set(each.temporaries) for each in measured))
     if not common:
         return {}
@@ -137,16 +132,12 @@ def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, si
         forward_seconds=mean(each.forward[size] for each in measured),
         backward_seconds=mean(each.backward[size] for each in measured),
         update_seconds=mean(each.update for each in measured),
-        schedule_seconds=statistics.fmean(each.schedule[size] for each in measured),
         relative_error=max(each.errors.get(size, 0.0) for each in measured),
         block_runs=tuple(
             BlockRun(blocks=count, forward_seconds=forward, backward_seconds=backward)
             for count, (forward, backward) in runs.items()
         ),
     )
-
-
-# Merge degrees -------------------------------------------------------------------------------------------------------
 
 
 def merge_degrees(measured: Sequence[tuple[int, MeasuredLayers]]) -> tuple[MeasuredLayers, tuple[str, ...]]:

@@ -1,9 +1,8 @@
 """Find the blocks between which a pipeline cuts a model, and the size of each layer.
 
-Colossal-AI's policies cut a model inside one row of modules of the same class, and ``num_layers_per_stage`` counts
-these: ``blocks`` of timm's vision transformers, ``transformer.h`` of GPT-2, ``model.layers`` of Llama. Here the row is
-found by its structure: the ``ModuleList`` or ``Sequential`` of modules of one class with most parameters. The *layers*
-of a model are the part before the first block, each block, and the part after the last one.
+Colossal-AI's policies cut a model inside one row of modules of the same class, such as ``transformer.h`` of GPT-2. Here
+the row is found by its structure: the ``ModuleList`` or ``Sequential`` of modules of one class with most parameters.
+The *layers* of a model are the part before the first block, each block, and the part after the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ RIVAL_SHARE = 0.25  # share of the largest row's parameters from which on a seco
 @dataclass(frozen=True, eq=False)
 class BlockRow:
     name: str
-    """Name of their module, e.g. "transformer.h"."""
     blocks: tuple[nn.Module, ...]
 
 

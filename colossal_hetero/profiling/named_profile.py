@@ -32,9 +32,7 @@ CLASSES = 10  # number of classes, if the model has none
 class NamedModel:
     model: nn.Module
     batch: Any
-    """One sample, on the model's device."""
     criterion: Callable | None
-    """Loss function; None if the model computes its loss itself."""
 
 
 def build_model(

@@ -68,7 +68,6 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _like(group: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
-    """A group of ``parameters`` with copies of the options of ``group``."""
     options = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
     return {**options, "params": parameters}
 

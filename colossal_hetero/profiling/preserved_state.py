@@ -187,7 +187,6 @@ def _copied(value: Any) -> Any:
 
 
 def _parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """The parameters of the model, of FSDP's shards and of the optimizer, which may have its own; each once."""
     tensors: list[Tensor] = list(model.parameters())
     shards = FullyShardedDataParallel.fsdp_modules(model)
     tensors += [shard._handle.flat_param for shard in shards if shard._handle is not None]
@@ -201,5 +200,4 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _is_same(tensor: Tensor, value: Tensor) -> bool:
-    """True if the values are equal; NaN is not equal to itself and counts as changed."""
     return torch.equal(tensor.detach().cpu(), value)

@@ -19,7 +19,6 @@ TIMING = "measuring memory and speed of each device: timing micro-batches"
 class Progress(NamedTuple):
     action: str
     samples: int
-    """Of the micro-batch that runs next."""
 
     def __str__(self) -> str:
         return f"{self.action}, {self.samples} sample{'' if self.samples == 1 else 's'}"

@@ -236,7 +236,6 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None]]:
-    """Show on rank 0 what it measures and how long it takes; yields the function to call with the progress."""
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     with console.status("measuring memory and speed of each device") as status:
         yield ProgressDisplay(console, status)

@@ -118,7 +118,6 @@ class TrialRun:
 
     @contextmanager
     def _recorded_outputs(self) -> Iterator[list[Any]]:
-        """A list of everything that the model returns in the block, as the names of a training loop keep it."""
         outputs: list[Any] = []
         handle = self.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         try:

@@ -104,7 +104,7 @@ class SlowSGD(torch.optim.SGD):
 
 def use_clock(clock: SimulatedClock, patch: pytest.MonkeyPatch) -> None:
     """Let the profiler use this clock."""
-    for module in ("layer_passes", "layer_profiler", "schedule_loop"):
+    for module in ("layer_passes", "layer_profiler"):
         patch.setattr(f"colossal_hetero.profiling.{module}.clock", clock)
     patch.setattr(torch, "get_num_threads", lambda: clock.threads)
 
