@@ -409,7 +409,6 @@ class Recorder:
         self._measure_forward(self.iteration >= first and self.iteration % stride == 0)
 
     def _agree(self) -> None:
-        """All ranks measure the same iterations, which rank 0 chooses by their duration."""
         self.ends.append(time.perf_counter())
         later = self.ends[WARMUP:]
         if self.rank == 0 and len(later) > 1 and later[-1] - later[0] >= WINDOW_SECONDS:  # many periods of a CPU quota
@@ -504,7 +503,6 @@ class Recorder:
 
 
 def _counters() -> dict[str, float]:
-    """What the system has counted so far for this process, and its delay for this thread."""
     counted: dict[str, float] = {"faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt}
     with suppress(OSError, IndexError):
         counted["delay"] = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -514,7 +512,6 @@ def _counters() -> dict[str, float]:
 
 
 def _record(events: list[Any]) -> None:
-    """Add an event on the current stream, unless it is captured."""
     if not torch.cuda.is_current_stream_capturing():
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()

@@ -20,8 +20,6 @@ from .config import CheckpointError
 from .pieces import Box, Location, TensorPiece
 from .transfers import Fetch, Need, Read, Transfer, layer_order, reads_and_transfers
 
-# Box memory ----------------------------------------------------------------------------------------------------------
-
 
 class BoxMemory:
     """The memory of boxes: parts of the rank's pieces, or memory of their own where it needs only a part or none."""
@@ -77,9 +75,6 @@ def _part(piece: TensorPiece, box: Box) -> Tensor:
     return piece.data[piece.box.slices_of(box)]
 
 
-# Read ahead ----------------------------------------------------------------------------------------------------------
-
-
 class _ReadAhead:
     """Thread that reads layers from one place. Leave its ``with`` block to stop it."""
 
@@ -126,15 +121,11 @@ class _ReadAhead:
                 self._done[layer].set_result(None)
 
 
-# Exchange ------------------------------------------------------------------------------------------------------------
-
-
 AHEAD = 2  # layers that are sent at the same time
 
 
 class Outcome(NamedTuple):
     problems: list[tuple[str, Location, str]]
-    """Layers that this rank could not read, their locations, and the reasons."""
     left: list[Need]
     """What this rank did not get, because it or a sender could not read it."""
     received_bytes: int = 0
@@ -271,7 +262,6 @@ def _start(
 
 
 def _unpack(message: _Message, memory: BoxMemory) -> bool:
-    """Copy received boxes to where they belong; False if the sender could not read them."""
     if not message.content[-1].item():
         return False
     start = 0
@@ -286,7 +276,6 @@ def _unpack(message: _Message, memory: BoxMemory) -> bool:
 
 
 def _device() -> torch.device:
-    """Device of the tensors of messages: the host, if a backend can send them from there."""
     if "cpu:" in str(dist.get_backend_config()):
         return torch.device("cpu")
     return get_accelerator().get_current_device()

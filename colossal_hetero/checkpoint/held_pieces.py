@@ -109,9 +109,6 @@ def moved(box: Box, part: LocalPart) -> Box:
     return Box(tuple(offset - local + there for offset, local, there in offsets), box.sizes)
 
 
-# Tensor parallel -----------------------------------------------------------------------------------------------------
-
-
 WHOLE = "whole"  # shard of what all ranks of a tensor-parallel group and of a ZeRO group hold
 
 
@@ -154,7 +151,6 @@ class HeldTensor(NamedTuple):
     """Name in the model of one process."""
     layer: str
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
     tensor: Tensor
     division: TensorDivision
     is_tied: bool

@@ -33,8 +33,6 @@ from .saver import LayerCheckpointSaver
 from .storage import DamagedCopy
 from .transfers import Need, choose_sources
 
-# Repair --------------------------------------------------------------------------------------------------------------
-
 
 class _Damaged(NamedTuple):
     rank: int
@@ -74,7 +72,6 @@ def repair(reader: CheckpointReader, nodes: Sequence[str]) -> None:
 
 
 def _send(good: Copy, request: _Damaged) -> None:
-    """Send a file piece by piece; then None, or why it is not whole."""
     end: str | None = None
     try:
         for piece in good.content(request.name):
@@ -93,9 +90,6 @@ def _receive(sender: int) -> Iterator[memoryview]:
         yield memoryview(received[0])
     if received[0] is not None:
         raise DamagedCopy(received[0])
-
-
-# Loading -------------------------------------------------------------------------------------------------------------
 
 
 def load_pieces(
@@ -152,9 +146,6 @@ def _bitmap(copies: Sequence[NodeCopy], checkpoint: Checkpoint, nodes: set[str])
             for item in file.items:
                 bitmap.add(file.layer, item.key, item.box, location)
     return bitmap
-
-
-# Runs ----------------------------------------------------------------------------------------------------------------
 
 
 STORE_SECONDS = 60.0

@@ -36,7 +36,6 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of types in the format of safetensors."""
 _Part = tuple[TensorPiece, Box, NDArray[uint8]]
 
 

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from ..common.ranks import of_every_rank
 from .pieces import Box, TensorPiece
 
-# File division -------------------------------------------------------------------------------------------------------
-
 
 class ShardFile(NamedTuple):
     layer: str

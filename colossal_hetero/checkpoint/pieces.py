@@ -17,8 +17,6 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Run state -----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
@@ -26,15 +24,11 @@ class RunState:
 
     epoch: int = 0
     plan: str = ""
-    """Digest of the plan, or empty."""
     param_groups: Any = None
     common: Mapping[str, Any] = field(default_factory=dict)
     rank: Mapping[str, Any] = field(default_factory=dict)
     binary: Mapping[str, bytes] = field(default_factory=dict)
     """States of this rank that are bytes, e.g. of random generators."""
-
-
-# Names ---------------------------------------------------------------------------------------------------------------
 
 
 MANIFEST = "manifest.json"  # written last: a folder without it is no checkpoint.
@@ -63,9 +57,6 @@ def step_of(folder: str) -> int | None:
 def layer_file(layer: str, shard: str) -> str:
     """File of a layer's shard, e.g. ``block-0007.tp0of2.safetensors``. Shards have dots, layers have none."""
     return f"{quote(layer, safe='').replace('.', '%2E')}.{quote(shard, safe='')}.safetensors"
-
-
-# Box -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, order=True)
@@ -156,7 +147,6 @@ class TensorPiece:
     key: str
     """Kind, a dot, and the name in the model of one process, e.g. ``exp_avg.transformer.h.7.ln_1.weight``."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
     box: Box
     data: Tensor
     """``[box.sizes]``: a view of the memory, of the type in which the tensor is saved."""

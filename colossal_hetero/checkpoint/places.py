@@ -13,8 +13,6 @@ from .pieces import MANIFEST, STATES, TEMPORARY
 from .records import FileCheck, FileRecord, ItemRecord, Manifest, checksum, parse_manifest, parse_part
 from .storage import PIECE_BYTES, DamagedCopy, FileOperations, folder_names, write_file
 
-# Places --------------------------------------------------------------------------------------------------------------
-
 
 class Place:
     """A folder of checkpoints. A file is named by its folder and its name, e.g. ``step-00000120/manifest.json``."""
@@ -68,7 +66,6 @@ class Copy:
     folder: str
     manifest: Manifest
     files: Mapping[str, FileRecord]
-    """Files with tensors that this copy has, by name."""
     all_files: Mapping[str, FileRecord]
     """Those of all nodes."""
 
@@ -120,9 +117,7 @@ class Checkpoint:
     """A checkpoint with its copies, the nearest first; only its index, if this rank reaches none."""
 
     manifest: Manifest
-    """Manifest of the nearest place; all are the same but for ``held_by``."""
     files: Mapping[str, FileRecord]
-    """All files with tensors, by name, whether or not a place has them."""
     copies: tuple[Copy, ...] = ()
 
     @property
@@ -157,9 +152,6 @@ class Checkpoint:
             if None not in found:
                 faults.append("; ".join(filter(None, found)) or f"{name} is on other nodes only")
         return faults
-
-
-# Search --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -224,9 +216,6 @@ def _read_copy(place: Place, folder: str) -> Copy:
     return Copy(place, folder, manifest, own, everything)
 
 
-# On all nodes --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class NodeCopy:
     """A copy as the ranks of other nodes know it."""
@@ -274,14 +263,10 @@ def newest_whole(copies: Iterable[NodeCopy], step: int | None = None) -> tuple[l
     raise FileNotFoundError(f"no checkpoint is whole: {reasons}")
 
 
-# Contents of a folder ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Entry:
     name: str
     copy: Copy | None
-    """The checkpoint; None if it is not complete."""
     faults: tuple[str, ...]
     bytes: int
 

@@ -225,7 +225,6 @@ def export(folder: Path, out: Path, step: int | None = None, shard_bytes: int | 
 
 
 def _shards(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Names in files of at most ``limit`` bytes, or of one tensor; all in one without a limit."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

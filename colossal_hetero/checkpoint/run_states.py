@@ -25,8 +25,6 @@ from .model_outline import ModelOutline
 from .optimizer_memory import state_entries
 from .pieces import RunState, TensorPiece
 
-# Random state --------------------------------------------------------------------------------------------------------
-
 
 def random_state_of(model: nn.Module) -> dict[str, Any]:
     accelerator = get_accelerator()
@@ -75,17 +73,12 @@ def _randomizers(model: nn.Module) -> Iterator[tuple[str, Randomizer]]:
                 yield f"{module_name}.{attribute}", value
 
 
-# Training state ------------------------------------------------------------------------------------------------------
-
-
 class Training(NamedTuple):
     model: Any
     optimizer: Any
     lr_scheduler: Any
     loader: Any
-    """A data loader with a ``state_dict``, or None."""
     outline: ModelOutline
-    """Outline of the model before it was configured."""
 
 
 KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")

@@ -159,7 +159,6 @@ class LayerCheckpointSaver:
                 self._start_upload(*self._last)
 
     def _finished(self, deadline: float) -> bool:
-        """Wait until this rank has nothing to write, except for a write that is known to hang."""
         self._report_hang()
         done = self._writer.wait(0.0 if self._hangs(self._first) else deadline)
         if self._second is not None and self._uploader is not None:

@@ -92,9 +92,6 @@ class StagingBuffer:
         self.finish()  # a GPU may still copy to the memory, which is unmapped now
 
 
-# Worker --------------------------------------------------------------------------------------------------------------
-
-
 class Worker:
     """Runs jobs one after another. The thread does not keep the process alive, so a write that hangs cannot either."""
 

@@ -103,9 +103,6 @@ def remove_all(files: FileOperations, folder: Path) -> None:
         files.remove_folder(folder)
 
 
-# Folder contents -----------------------------------------------------------------------------------------------------
-
-
 def folder_names(root: Path) -> list[str]:
     """Names of the folders of checkpoints, without those that a new one of the same step has replaced."""
     try:

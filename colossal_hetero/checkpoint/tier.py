@@ -33,8 +33,6 @@ from .storage import (
     write_file,
 )
 
-# Messages ------------------------------------------------------------------------------------------------------------
-
 PAUSES_SECONDS = (0.002, 0.1)  # pauses between two looks for messages: the shortest, which doubles up to the longest.
 
 
@@ -104,9 +102,6 @@ class MessageStore:
 
     def _name(self, channel: str, number: int, what: str) -> str:
         return f"{self._run}/{channel}/{number}/{what}"
-
-
-# Index ---------------------------------------------------------------------------------------------------------------
 
 
 class RankPart(CheckpointPart):
@@ -315,7 +310,6 @@ class Tier:
             )
 
     def _errors_of_leaders(self, save: Save) -> str | None:
-        """Wait until this rank's folder is finished; on rank 0, until all are."""
         leaders = self.leaders if self.participants.rank == 0 else [self.leader]
         answers = self.messages.wait_for(
             self.name, save.number, [f"done-{leader}" for leader in leaders], self._deadline()

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from .pieces import Bitmap, Box, Location, StorageTier, cover
 
-# Sources -------------------------------------------------------------------------------------------------------------
-
 
 class Need(NamedTuple):
     layer: str
@@ -132,7 +130,6 @@ def reads_and_transfers(
 
 
 _Group = list[tuple[int, Fetch]]
-"""Ranks that need a box or a part of it, and what they need."""
 
 
 def _bytes(read: Read, parts: _Group) -> int:

@@ -122,9 +122,6 @@ def _evaluated(
     return evaluate_layout(topology, profile, layout_of(plan), overlap=overlap), [note]
 
 
-# Simulation ----------------------------------------------------------------------------------------------------------
-
-
 class Slow(click.ParamType):
     """RANK:FACTOR[,RANK:FACTOR…]: ranks that are slow, and by how much."""
 
@@ -224,9 +221,6 @@ def _replanned(
         raise ValueError(f"the plan does not name its files; give {' and '.join(missing)}")
     topology = load_cluster(str(found[0]))
     return replan(topology, on_links(load_profile(str(found[1])), topology), plan, slow, transfers)
-
-
-# Batches -------------------------------------------------------------------------------------------------------------
 
 
 @click.command()

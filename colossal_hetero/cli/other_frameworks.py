@@ -45,7 +45,6 @@ class FrameworkJob(NamedTuple):
     overlap: bool
     order: str
     rows: tuple[NodeRanks, ...]
-    """The node and device of every rank."""
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -141,9 +140,6 @@ def _reasons(framework: str, name: str, job: FrameworkJob) -> list[str]:
     return [reason for wrong, reason in [*general, *own[framework]] if wrong]
 
 
-# Ranks ---------------------------------------------------------------------------------------------------------------
-
-
 def _rows(plan: Plan, topology: Topology, order: str) -> tuple[NodeRanks, ...]:
     """The places of ranks. Replicas, nodes and the devices of a node may have any order, so replicas on the same nodes
     follow each other."""
@@ -192,9 +188,6 @@ def _launch(job: FrameworkJob, script: str, options: Sequence[str] = ()) -> list
     table = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
     head = f"# {count(total, 'rank')} in the order {job.order}{how}:"
     return [head, *(f"#   {line.rstrip()}" for line in table), " \\\n    ".join([command, *options])]
-
-
-# Frameworks ----------------------------------------------------------------------------------------------------------
 
 
 def _megatron(job: FrameworkJob) -> list[str]:
@@ -350,4 +343,3 @@ FRAMEWORKS: dict[str, tuple[str, tuple[str, ...], Callable[[FrameworkJob], list[
     "flagscale": ("FlagScale", (DATA_FIRST,), _flagscale),
     "colossalai": ("Colossal-AI", (PIPELINE_FIRST, DATA_FIRST), _colossalai),
 }
-"""Name, orders of ranks with the default first, and writer."""

@@ -114,9 +114,6 @@ def _show(result: ModelProfile, out: Path) -> None:
     console.print(f"{out}: layers of {result.name}, {result.source}")
 
 
-# Estimate ------------------------------------------------------------------------------------------------------------
-
-
 @click.command()
 @click.option(
     "--layers", type=click.IntRange(1, common.MAX_LAYERS), required=True, help="Transformer blocks of the GPT."
@@ -211,7 +208,6 @@ def _kinds(devices: tuple[str, ...], cluster: Path | None) -> list[DeviceKind]:
 
 
 def _efficiencies(given: tuple[str, ...], devices: list[str]) -> dict[str, float]:
-    """The share by kind; one that is given without a kind holds for all others."""
     shares: dict[str, float] = {}
     for each in sorted(given, key=lambda each: "=" in each):  # those of one kind last
         name, equals, share = each.rpartition("=")

@@ -22,7 +22,6 @@ RESERVE_STEP = 10_000_000  # bytes to whose multiples the reserve of a CPU is ro
 @dataclass(frozen=True)
 class Nic:
     kind: str
-    """"InfiniBand", "RoCE" or "Ethernet"."""
     bytes_per_second: float | None
     """Nominal bandwidth; None if the system does not report it."""
 

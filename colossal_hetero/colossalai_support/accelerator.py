@@ -137,15 +137,11 @@ class HeteroCpuAccelerator(CpuAccelerator):
     def synchronize(self, device: torch.device | int | None = None) -> None:
         """Return at once: CPU work is in program order."""
 
-    # Random state ---------------------------------------------------------------------------------------
-
     def get_rng_state(self, device: torch.device | int | str | None = None) -> torch.Tensor:
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
-
-    # Memory: bytes of this process's resident set ---------------------------------------------------------
 
     def empty_cache(self) -> None:
         """Do nothing: the CPU allocator has no cache."""
@@ -167,8 +163,6 @@ class HeteroCpuAccelerator(CpuAccelerator):
         with suppress(OSError):
             _PROCESS_CLEAR_REFS.write_text("5")  # proc(5): 5 resets the peak resident set size, VmHWM
 
-    # Streams and events: objects without effect, because CPU work is in program order ---------------------------------
-
     def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> HostStream:
         return HostStream()
 
@@ -180,8 +174,6 @@ class HeteroCpuAccelerator(CpuAccelerator):
 
     def stream(self, stream_: Any) -> AbstractContextManager[None]:
         return nullcontext()
-
-    # Mixed precision ------------------------------------------------------------------------------------------
 
     def autocast(
         self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True

@@ -31,8 +31,6 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import Tensor
 from torch.autograd import Function
 
-# Second derivatives --------------------------------------------------------------------------------------------------
-
 
 def without_second_derivatives(function: Any) -> Any:
     """The class ``function`` of the autograd engine, whose backward pass refuses to be differentiated."""
@@ -57,9 +55,6 @@ def correct_second_derivatives() -> None:
         for each in vars(module).values():
             if isinstance(each, type) and issubclass(each, Function) and each.__module__ == module.__name__:
                 without_second_derivatives(each)
-
-
-# Gradient norm -------------------------------------------------------------------------------------------------------
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
@@ -145,9 +140,6 @@ def correct_gradient_norm() -> None:
     zero.clip_grad_by_norm = zero.clip_grad_by_value = _refuse_to_clip
 
 
-# Padded vocabulary ---------------------------------------------------------------------------------------------------
-
-
 def _restore_detach_and_clone(tensor: Any) -> torch.Tensor:
     """``_hijack_back_detach_and_clone`` that accepts copies of a padded tensor. These have the sizes of the padding, so
     that they count as padded, but the methods of a normal tensor."""
@@ -175,9 +167,6 @@ def correct_padded_vocabulary() -> None:
     hybrid_parallel_checkpoint_io.search_tp_partition_dim = tp_partition_dim
 
 
-# Layout cache --------------------------------------------------------------------------------------------------------
-
-
 def correct_layout_cache() -> None:
     """Let the converter of layouts forget what it knows when it is asked for other process groups."""
     find: Any = LayoutConverter.layout_converting
@@ -192,9 +181,6 @@ def correct_layout_cache() -> None:
         return find(converter, source, target)
 
     LayoutConverter.layout_converting = find_for_groups
-
-
-# Empty groups --------------------------------------------------------------------------------------------------------
 
 
 def correct_empty_groups() -> None:
@@ -233,9 +219,6 @@ def correct_colossalai() -> None:
     correct_layout_cache()
     correct_second_derivatives()
     correct_empty_groups()
-
-
-# Module proxy --------------------------------------------------------------------------------------------------------
 
 
 class ModuleProxy:

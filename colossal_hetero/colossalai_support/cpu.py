@@ -106,7 +106,6 @@ def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., An
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """True if ``group`` sends tensors of a CPU over Gloo, also if GPUs of the group have another backend."""
     return "cpu:gloo" in dist.get_backend_config(group)
 
 

@@ -142,7 +142,6 @@ class _Work:
 
 
 def _on_host(value: Any, group: Group, needs_host: NeedsHost, copied: list[tuple[Tensor, Tensor]]) -> Any:
-    """A copy of ``value`` if it is a tensor that needs it; both are added to ``copied``."""
     if not (isinstance(value, Tensor) and needs_host(value, group)):
         return value
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=torch.cuda.is_available())

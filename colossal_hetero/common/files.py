@@ -111,8 +111,6 @@ def _in_words(error: Any, names: Sequence[str]) -> str:
     return f"{place} is {shown}: {words.get(kind, error['msg'])}"
 
 
-# Quantities ----------------------------------------------------------------------------------------------------------
-
 MAX_SECONDS = 1e15
 """About 30 million years."""
 MAX_BYTES = 10**18
@@ -127,9 +125,6 @@ Flops = Annotated[float, Field(ge=1, le=1e30)]
 Factor = Annotated[float, Field(ge=1e-9, le=1e12)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-
-
-# Schema --------------------------------------------------------------------------------------------------------------
 
 
 class FilePart(BaseModel):

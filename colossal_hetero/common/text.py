@@ -68,8 +68,6 @@ def numbers_of(record: Any, before: str = "", without: Sequence[str] = ("rank", 
     return {f"{before}{name}": float(value) for name, value in values if type(value) in (int, float)}
 
 
-# Marked error --------------------------------------------------------------------------------------------------------
-
 WIDTH = 110
 
 
@@ -87,9 +85,6 @@ class MarkedError(ValueError):
         first = max(0, min(self.place - WIDTH // 2, len(self.line) - WIDTH))
         shown = self.line[first : first + WIDTH].replace("\n", " ").replace("\t", " ")
         return f"  {shown}\n  {' ' * (self.place - first)}^"
-
-
-# Rank factors --------------------------------------------------------------------------------------------------------
 
 
 def parse_rank_factors(text: str) -> dict[int, float]:
@@ -137,8 +132,6 @@ def save_figure(figure: Any, path: Path) -> None:
     with replacing(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
 
-
-# Messages ------------------------------------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__.partition(".")[0])
 

@@ -176,7 +176,6 @@ def _pipeline_forward(
     hidden_states: Tensor | None = None,
     **others: Any,
 ) -> Tensor | dict[str, Tensor]:
-    """Run the modules of this stage on the images ``x [B, C, H, W]``, after the first stage on ``hidden_states``."""
     hidden = x if stage_manager.is_first_stage() else hidden_states
     assert hidden is not None, "stages after the first need hidden_states"
     for module in modules:

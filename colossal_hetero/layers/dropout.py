@@ -2,10 +2,9 @@
 
 Dropout inside a block has masks that depend on the unit and not on the rank that computes it: the seed is a hash of a
 key of the forward pass, the block, the number of the dropout in it, the units' owner and their number. The key comes
-from torch's random state on the host, which all ranks of a tensor-parallel group share, and which activation
-checkpointing restores before it repeats a pass. Fused attention draws in a kernel, so it is called once for each unit.
-On a GPU of another model the same seed gives another mask. If a rank prunes units, its kept ones count as first. What
-all ranks hold in full gets the same mask on all of them, and passes that are repeated get the same masks again.
+from torch's random state on the host, which a tensor-parallel group shares, and which activation checkpointing restores
+before it repeats a pass. Fused attention draws in a kernel, so it is called once for each unit. On a GPU of another
+model the same seed gives another mask. If a rank prunes units, its kept ones count as first.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from .unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT, WeightLayout
 from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, traced, uncompiled, values_of
 
 _OF_BALANCING = {"clock", "slow_down", "kind", "block", "workload", "_migration", "_lineage", "_previous"}
-"""Attributes that a copy of a layer does not have."""
 
 
 class HeteroLinear:
@@ -141,7 +140,6 @@ class HeteroLinear:
         return in_ring or self.option_obstacle() is not None
 
     def _check_autocast(self, x: Tensor) -> None:
-        """Raise RuntimeError if the backward pass of Colossal-AI's layers would fail."""
         device = x.device.type
         if not (torch.is_autocast_enabled(device) and torch.is_grad_enabled()):
             return
@@ -154,7 +152,6 @@ class HeteroLinear:
             )
 
     def _is_left_alone(self) -> bool:
-        """True if the parent's forward runs, and no block has to be told that a pass begins."""
         return (self.block is None or self.block.before_forward is None) and self._passes_through()
 
     @torch.compiler.disable(recursive=False)

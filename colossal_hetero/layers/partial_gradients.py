@@ -24,7 +24,6 @@ _EMBEDDING = (Embedding1D, VocabParallelEmbedding1D)
 _DIVIDED, _SUMMED = "output is divided", "gradients are summed"
 """Keys in the metadata of nodes of the graph."""
 Shapes = Mapping[str, torch.Size]
-"""The whole shapes of parameters, by name."""
 
 
 def shapes_of(model: nn.Module) -> Shapes:
@@ -74,7 +73,6 @@ def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
 
 
 def _holder(row: str, columns: Sequence[str]) -> tuple[str, list[str]]:
-    """The smallest module with the row-parallel layer and a column-parallel one, and its column-parallel layers."""
     holder, found = row, list[str]()
     while holder and not found:
         holder = holder.rpartition(".")[0]
@@ -87,7 +85,6 @@ def _is_in(name: str, holder: str) -> bool:
 
 
 def _sizes(name: str, layers: Mapping[str, Any], shapes: Shapes, is_divided: bool) -> set[int]:
-    """The sizes of a layer's whole weight along dimensions that are, or are not, divided over the ranks."""
     whole = shapes.get(f"{name}.weight", ())
     return {size for size, own in zip(whole, layers[name].weight.shape, strict=False) if (size != own) == is_divided}
 

@@ -80,7 +80,6 @@ def _replace_layers(description: ModulePolicyDescription) -> ModulePolicyDescrip
 
 @cache
 def _hetero_class(policy_class: type[Policy]) -> type[Policy]:
-    """Subclass of ``policy_class`` that replaces the layers; one class per policy class."""
     namespace: dict[str, Any] = {"__module__": __name__, "__doc__": policy_class.__doc__}
     return type(f"Hetero{policy_class.__name__}", (_HeteroPolicy, policy_class), namespace)
 

@@ -1,15 +1,14 @@
 """The product of a tensor-parallel linear layer, dense or resized, in the forward and backward pass.
 
-Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank's weight, ``N`` of its outputs, ``P``
-the pruned columns, ``k`` the kept ones (SEMI, Sec. III-A; dual pruning with imputation)::
+With ``M`` rows (batch × sequence), ``L`` contraction columns of this rank's weight, ``N`` of its outputs, ``P`` the
+pruned columns and ``k`` the kept ones (SEMI, Sec. III-A)::
 
     forward   Y  [M, N] = X[:, k] · W[:, k]ᵀ + b      the output keeps its full shape
     dgrad     dX [M, L]:  dX[:, k] = dY · W[:, k],    dX[:, P] imputed
     wgrad     dW [N, L]:  dW[:, k] = dYᵀ · X[:, k],   dW[:, P] imputed
 
-If nothing is pruned, the result is bit for bit that of Colossal-AI's layers. A column-parallel layer sums dX over the
-group while dW is computed; a row-parallel layer sums Y outside this module. If units of a block are pruned or migrated,
-the same formulas apply to the units that this rank computes (:mod:`.unit_layout`).
+If nothing is pruned, the result is bit for bit that of Colossal-AI's layers. With units of a block, the same formulas
+apply to the units that this rank computes (:mod:`.unit_layout`).
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ class ProductContext:
     group: dist.ProcessGroup | None = None
     """The group to sum dX over (column-parallel), or None."""
     lineage: Lineage | None = None
-    """Columns to keep; None: all."""
     share: UnitShare | None = None
     """The units of a block to compute, or None for exactly this rank's own."""
     clock: Clock | None = None

@@ -1,14 +1,12 @@
 """Tensor and pipeline parallelism for timm's VisionTransformer, for which Colossal-AI has no policy.
 
 A rank has whole heads of each third of ``attn.qkv`` and of ``attn.gate``, rows of ``mlp.fc1``, and the columns of
-``attn.proj`` and ``mlp.fc2`` that follow, whose outputs are summed over ranks. Every rank holds the whole residual
-stream ``[B, N, D]`` with its norms, the embedding, and the classifier, which takes almost no time and, undivided, works
-for any number of classes.
+``attn.proj`` and ``mlp.fc2`` that follow. Every rank holds the whole residual stream ``[B, N, D]`` with its norms, the
+embedding, and the classifier, which takes almost no time and, undivided, works for any number of classes.
 
 Dropout after a sharded layer differs between ranks; that on the residual stream is equal. ``set_grad_checkpointing``
 does not restore the random state of these layers, so use either dropout or that; stages of a plan that recompute have
-both. ``DropPath``, ``PatchDropout`` and fused attention's ``attn_drop`` use the global random state, which
-checkpointing restores, and which is equal on all ranks that start with one seed (``colossalai.launch``).
+both. Other random parts use the global random state, which is equal on all ranks that start with one seed.
 """
 
 from __future__ import annotations
@@ -55,8 +53,6 @@ class TimmViTPolicy(Policy):
         super().__init__()
         self._root_parameters: dict[str, nn.Parameter] = {}
         self._shapes: Shapes = {}
-
-    # What can be sharded ----------------------------------------------------------------------------------
 
     def config_sanity_check(self) -> None:
         config = self.shard_config
@@ -107,7 +103,6 @@ class TimmViTPolicy(Policy):
             )
 
     def _check_forward(self) -> None:
-        """Raise ``ValueError`` if the model does not have timm's own forward pass, of which a stage runs a part."""
         kind = type(self.model)
         parts = ("forward", "forward_features", "forward_head", "pool", "_pos_embed")
         changed = [part for part in parts if getattr(kind, part) is not getattr(VisionTransformer, part)]
@@ -127,8 +122,6 @@ class TimmViTPolicy(Policy):
         for name, module in self.model.named_modules():
             if name.rpartition(".")[2] == "mlp":
                 yield name, module
-
-    # Sharding ---------------------------------------------------------------------------------------------
 
     def preprocess(self) -> nn.Module:
         self._shapes = shapes_of(self.model)
@@ -201,7 +194,6 @@ class TimmViTPolicy(Policy):
                 self.append_or_create_submodule_replacement(description, policy, owner_class)
 
     def _split_backward(self, policy: dict) -> None:
-        """Use layers that compute weight gradients separately, as zero-bubble schedules need."""
         for module in _one_of_each_class(itertools.chain(self._attentions(), self._mlps())):
             names = [name for name, child in module.named_children() if type(child) is nn.Linear]
             policy[type(module)] = ModulePolicyDescription(
@@ -217,8 +209,6 @@ class TimmViTPolicy(Policy):
         self._root_parameters = {}
         sum_partial_gradients(self.model, self._shapes)
         return self.model
-
-    # Pipeline ---------------------------------------------------------------------------------------------
 
     def get_held_layers(self) -> list[nn.Module]:
         model, stage_manager = self.model, self.pipeline_stage_manager

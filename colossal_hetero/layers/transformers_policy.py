@@ -249,14 +249,12 @@ class TransformersPolicy(Policy):
             raise ValueError(f"tp_size={tp_size} does not divide {given} of {kind}; valid tp sizes: {valid}")
 
     def _layers(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Names from the model's root, modules and styles of the layers that are divided."""
         for pattern, style in self._plan.styles.items():
             if style not in _IGNORED:
                 for name, module in self._matching(pattern):
                     yield name, module, style
 
     def _matching(self, pattern: str) -> Iterator[tuple[str, Any]]:
-        """What is in the base model at ``pattern``: modules, and attributes of modules."""
         holder, _, last = pattern.rpartition(".")
         for name, module in self._base.named_modules():
             if _matches(name, holder) and (found := getattr(module, last, None)) is not None:
@@ -392,7 +390,6 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _owner(base: nn.Module, blocks: str) -> nn.Module:
-    """The child of the base model that has the list of blocks."""
     return getattr(base, blocks.partition(".")[0])
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .workload import traced
 
-# Out of memory -------------------------------------------------------------------------------------------------------
-
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """True if memory could not be allocated, on a GPU or the host or by NCCL, which has memory of its own."""

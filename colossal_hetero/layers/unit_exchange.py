@@ -3,8 +3,7 @@
 The weights of many blocks (a *bucket*) are sent in one message per pair of ranks. A rank waits for a bucket when its
 first block is about to compute. At that moment all ranks start the messages of the next bucket: no earlier, because
 queued messages can hold back products on a GPU; and also ranks that have no part in it, because NCCL demands one order
-of the operations of two communicators (messages, all-reduces) on all ranks. Gradients return to their owners inside
-each backward pass of a layer, so that hooks of parameters, data parallelism, ZeRO and the loop find them complete.
+of the operations of two communicators on all ranks. Gradients return to their owners inside each backward pass.
 """
 
 from __future__ import annotations
@@ -158,7 +157,6 @@ class UnitExchange:
         self._returning: dict[tuple[BlockTransfer, int], tuple[Started, list[tuple[int, Tensor]]]] = {}
         """Gradients that are being sent to their owners, with the tensors that they are sent from, by layer."""
         self._are_sent = False
-        """True if weights were sent, and may not have changed since."""
         self._growth = self.largest_growth = (0, 0.0)
         """:func:`peak_growth` of the present plan, and the largest so far, which the peak so far includes."""
         self._has_trained = False
@@ -269,7 +267,6 @@ class UnitExchange:
             transfer.block.begin_iteration()
 
     def _refresh(self) -> None:
-        """Send weights again before the next pass."""
         if self._buckets:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
             self._start_buckets(self._buckets[-1].number)

@@ -269,7 +269,6 @@ class UnitShare:
                 start += length
 
     def _sources(self, number: int, parameter: Tensor) -> list[Tensor]:
-        """The tensors that hold the units' weights (``number`` 0) or biases (1)."""
         own = parameter if self._selected is None else self._selected[number]
         return [own, *(units[number] for units in self._ranges)]
 

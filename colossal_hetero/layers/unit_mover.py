@@ -64,7 +64,6 @@ def pieces_of(after: Holding, before: Sequence[Holding]) -> list[Piece]:
 
 
 def _find(owner: int, start: int, stop: int, before: Sequence[Holding]) -> Piece:
-    """The longest piece that begins with the owner's unit number ``start``."""
     for rank, holding in enumerate(before):
         place = 0
         for units in holding:
@@ -78,13 +77,11 @@ class StateSlot(NamedTuple):
     """A tensor with the shape of a parameter, which has an element for each of the parameter's elements."""
 
     name: str
-    """Name such as ``exp_avg``; the same on all ranks."""
     tensor: Tensor
     put: Callable[[Tensor], None]
 
 
 SlotsOf = Callable[[Tensor], Sequence[StateSlot]]
-"""State that an optimizer keeps of a parameter, in an order that is the same on all ranks."""
 
 
 class _UnitTensor(NamedTuple):

@@ -253,12 +253,10 @@ class PipelineBatches(UnevenBatches):
         return result
 
     def _division(self, samples: int) -> Sequence[Sequence[int]]:
-        """Samples of each replica in a global batch of so many."""
         is_full = samples == self._config.global_batch_size
         return [[count * self._micro_batch] for count in (self.micro_batches if is_full else self._divide(samples))]
 
     def _divide(self, samples: int) -> tuple[int, ...]:
-        """Micro-batches of each replica in a smaller global batch."""
         fewest = sum(self._stages) * self._micro_batch
         if samples % self._micro_batch or samples < fewest:
             raise ValueError(

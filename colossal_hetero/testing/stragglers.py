@@ -123,9 +123,6 @@ def inject_stragglers(
     optimizer.step = step_and_count
 
 
-# Repeated passes -----------------------------------------------------------------------------------------------------
-
-
 class _BeforeBackward(torch.autograd.Function):
     """The identity, whose backward pass calls ``action`` with the gradient first."""
 
@@ -167,9 +164,6 @@ def repeat_passes(model: nn.Module, times: int) -> None:
     model.register_forward_hook(run_again)
 
 
-# Cpu quota -----------------------------------------------------------------------------------------------------------
-
-
 CGROUPS = Path("/sys/fs/cgroup")
 PREFIX = "colossal_hetero_"
 
@@ -205,7 +199,6 @@ def cpu_quota(share: float, period_us: int = 100_000) -> Iterator[None]:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove the groups of processes that were killed inside :func:`cpu_quota`."""
     for group in root.glob(f"{PREFIX}*"):
         if not Path("/proc", group.name.removeprefix(PREFIX)).exists():
             with suppress(OSError):

@@ -340,8 +340,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             plugin_arguments.check_lora(self.plan)
         return super().enable_lora(model, *args, **kwargs)
 
-    # Elastic training --------------------------------------------------------------------------------------------
-
     @property
     def version(self) -> int:
         """Optimizer steps that are done in elastic training, by all processes; 0 without ``elastic``."""
@@ -401,8 +399,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             checkpoint_io = ReplicaCheckpointIO(self._unequal.index == 0, *groups, self.zero_stage)
         self._balancing.attach_to(checkpoint_io)
         return checkpoint_io
-
-    # For uneven batches ------------------------------------------------------------------------------------------
 
     def replica(self) -> tuple[int, int]:
         if self._unequal is not None:

@@ -148,7 +148,6 @@ class LayerBalancing:
         return attached
 
     def _tell(self, model: nn.Module) -> None:
-        """Report, if ``model`` is the one that reports are about: the last that was configured."""
         attached = _ATTACHED.get(model, lambda: None)()
         if self._on_report is not None and attached is not None and attached.balancer is self.balancer:
             self._on_report()
@@ -198,7 +197,6 @@ class LayerBalancing:
 
 
 def _counting_passes(schedule: Any) -> Callable[[], int]:
-    """Find the number of the forward pass that begins in a run of ``schedule``, from 1 on."""
     if schedule is None:
         return lambda: 1
     numbers = itertools.count(1)

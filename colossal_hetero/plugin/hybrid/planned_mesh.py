@@ -1,10 +1,7 @@
 """A mesh of process groups in which any rank may take any place. Colossal-AI's mesh puts rank r at position r, where
-the last axis varies fastest. Here a plan gives each position a rank.
-
-Within a group, ranks keep the order of their positions, so that a rank's number in its group is its coordinate.
-Colossal-AI relies on this: samplers use the number in the data-parallel group as the index of the replica, number 0
-writes checkpoints, and a tensor-parallel layer holds the part with its number, whose gradients are summed with those at
-the same coordinate.
+the last axis varies fastest. Here a plan gives each position a rank. Within a group, ranks keep the order of their
+positions, so that a rank's number in its group is its coordinate, as Colossal-AI relies on: samplers use it as the
+index of the replica, number 0 writes checkpoints, and a tensor-parallel layer holds the part with its number.
 """
 
 from __future__ import annotations
@@ -178,9 +175,6 @@ def _options(network: Network) -> Any:
     if hasattr(config, "net_name"):
         config.net_name = network.nccl_net
     return options
-
-
-# Plan groups ---------------------------------------------------------------------------------------------------------
 
 
 def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:

@@ -122,9 +122,6 @@ class UnequalReplicas:
         return self._sums
 
 
-# Replica checkpoints -------------------------------------------------------------------------------------------------
-
-
 class ReplicaCheckpointIO(HybridParallelCheckpointIO):
     """``HybridParallelCheckpointIO`` for replicas that are not alike, of which the one with rank 0 writes."""
 

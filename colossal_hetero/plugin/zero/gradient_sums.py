@@ -1,9 +1,8 @@
 """Sums gradients in buckets over the ranks that hold their parameters, while backward passes still compute others
 (Holmes, Yang et al. 2023, overlapped optimizer; AutoHet, section III-C, layer-wise gradient synchronization).
 
-[Note: one order of sums] Ranks may get gradients in different orders, for example if a micro-batch does not use all
-parameters. So all ranks start sums in one order, and a bucket waits for those before it. A rank starts only the sums
-that it takes part in. So no rank waits for a sum that another rank starts later than one that waits for the first.
+[Note: one order of sums] Ranks may get gradients in different orders. So all ranks start sums in one order, and a
+bucket waits for those before it: no rank waits for a sum that another rank starts later than one that waits for it.
 
 [Note: unused parameters] A rank does not know which parameters the others use. So every parameter takes part in every
 sum, with zeros where a rank has no gradient; which of them a rank has used is in :attr:`GradientSums.used`. Ranks

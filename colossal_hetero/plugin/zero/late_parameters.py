@@ -1,16 +1,13 @@
 """Parameters that are gathered while the next forward pass computes with earlier ones (Holmes, Yang et al. 2023).
 
 [Note: late parameters] While a parameter is gathered, its class is a subclass, :class:`LateParameter`. A function of
-torch that reads the values of such a parameter first waits for it; then the parameter has its own class again. (torch's
-uninitialized parameters change their class in the same way.) So it does not matter who reads it: its layer, another
-layer (``MultiheadAttention`` reads the weight of a module inside, language models that of the embedding), a checkpoint,
-a copy of the model, or a list of parameters from before. Only a tensor that was made of its memory before, such as
-``parameter.data``, does not wait. On a GPU, only the stream of the reader waits. So until the gather has ended, a
-parameter keeps its subclass for readers on other streams; functions of torch get it with its own class.
+torch that reads its values first waits for it; then the parameter has its own class again. So it does not matter who
+reads it: its layer, another layer, a checkpoint, or a copy of the model. Only a tensor that was made of its memory
+before, such as ``parameter.data``, does not wait. On a GPU, only the stream of the reader waits. So until the gather
+has ended, a parameter keeps its subclass for readers on other streams; functions of torch get it with its own class.
 
-Kernels of other packages may read memory without a function of torch. So before its forward pass, a module also waits
-for its own parameters. ``torch.compile`` would compile a module again after each step, because the classes of its
-parameters change. So compiled modules are refused while parameters are late.
+Kernels of other packages may read memory without a function of torch, so a module also waits for its own parameters
+before its forward pass. ``torch.compile`` would compile again after each step, so compiled modules are refused.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """ZeRO's optimizer, stages 1 and 2, whose communication overlaps with passes (Holmes, Yang et al. 2023).
 
-- ``overlap_communication``: the backward pass starts to sum gradients; without it, stage 1 does so at its end. Each
-  rank gets the shard that its optimizer uses (:mod:`.gradient_sums`), in stage 1 too, where Colossal-AI sums whole
-  gradients on all ranks. That halves the communication.
-- ``overlap_allgather``: the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
+With ``overlap_communication``, the backward pass starts to sum gradients. Each rank gets the shard that its optimizer
+uses (:mod:`.gradient_sums`), in stage 1 too, where Colossal-AI sums whole gradients: that halves the communication.
+With ``overlap_allgather``, the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
 
 Collectives are started with ``async_op=True``: NCCL's ``wait`` makes the stream wait and not the host. Colossal-AI uses
-a second stream instead. A CPU has none, and on it Gloo makes the host wait; at the end of a backward pass the host
-waits for the whole device; and with a pipeline, nothing waits for the second stream before the step.
+a second stream instead, which a CPU lacks, and for which, with a pipeline, nothing waits before the step.
 """
 
 from __future__ import annotations
@@ -70,8 +68,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             partition_grad=True,
             **kwargs,
         )
-
-    # Gradients ----------------------------------------------------------------------------------------------------
 
     def _withheld(self) -> set[int]:
         """``id`` of parameters whose gradients change between the last backward pass and ``_sync_grad``."""
@@ -218,8 +214,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         for parameter in unused:
             for gradients in self.pid_to_grad_store[id(parameter)]._grads_of_params.values():
                 gradients.pop(id(parameter), None)
-
-    # Parameters ---------------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
         if not self.require_grad_sync:

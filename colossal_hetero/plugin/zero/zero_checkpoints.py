@@ -81,9 +81,6 @@ def name_groups(optimizer: OptimizerWrapper, known: Mapping[int, str], stage: in
         group[STAGE] = stage
 
 
-# Loading -------------------------------------------------------------------------------------------------------------
-
-
 Group = Mapping[str, Any]
 State = dict[str, Any]  # of one parameter: tensors with its whole shape, and numbers such as ``step``
 
@@ -150,9 +147,6 @@ def _load_sharded(
     with FullyShardedDataParallel.state_dict_type(shard, StateDictType.FULL_STATE_DICT):
         part = FullyShardedDataParallel.optim_state_dict_to_load(model=shard, optim=optimizer, optim_state_dict=content)
     optimizer.load_state_dict(part)
-
-
-# Checkpoint IO -------------------------------------------------------------------------------------------------------
 
 
 class StageCheckpointIO(PresentCheckpointIO):

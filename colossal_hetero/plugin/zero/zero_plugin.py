@@ -199,8 +199,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         make_loader = super().prepare_dataloader
         return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
 
-    # For uneven batches ------------------------------------------------------------------------------------------
-
     def replica(self) -> tuple[int, int]:
         return self.rank, self.world_size
 
@@ -215,8 +213,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips in its step
             profile=self._adapted,
         )
-
-    # Answers of the stage's plugin -------------------------------------------------------------------------------
 
     def support_no_sync(self) -> bool:
         return True
