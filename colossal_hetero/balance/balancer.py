@@ -476,9 +476,8 @@ class Balancer:
             plan = self._decide(0.0) if plan.units else plan.limited(self._max_received)
 
     def collect(self) -> list[IterationRecord] | None:
-        """The records of all ranks since the last call, on global rank 0; None on other ranks. Collective over all
-        ranks; call it at the end of an epoch or of the run. In mode "off" only the first :data:`ALWAYS_MEASURED`
-        iterations and one of :data:`MEASURED_EVERY` are measured and have a record."""
+        """The records of all ranks since the last call, on global rank 0; None on others. Collective over all ranks.
+        Mode "off" measures the first :data:`ALWAYS_MEASURED` iterations and one of :data:`MEASURED_EVERY` only."""
         # A GPU's clock has times late, which differs between ranks; what some rank lacks is returned by the next call.
         newest = torch.tensor(self._newest)
         dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._groups.world)

@@ -60,12 +60,11 @@ def effective_grain(units: int, grain: int = GRAIN) -> int:
 
 def divide(units: int, plan: BalancePlan, grain: int = GRAIN) -> Division:
     """The plan's shares in whole units, for a layer or block with ``units`` units per rank. A rank keeps a multiple of
-    the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is rounded to the nearest
-    grain. Giving away is rounded to the grains for which sender and receivers finish closest to each other; that is
-    mostly up, because a unit takes the slow sender longer. Receivers take units in proportion to the plan, in whole
-    grains by largest remainder; one of them also takes what is left of ``units``. Receivers are numbered as in SEMI,
-    Sec. IV-B: ``r' = (r + e − s) mod e`` for receiver ``r`` and first sender ``s``. Ranges are assigned in that order,
-    so two ranks exchange at most one range."""
+    the :func:`effective_grain`, at least one grain, unless it keeps everything. Giving away is rounded to the grains
+    for which sender and receivers finish closest to each other. Receivers take units in proportion to the plan, in
+    whole grains by largest remainder; one of them also takes what is left. They are numbered as in SEMI, Sec. IV-B:
+    ``r' = (r + e − s) mod e`` for receiver ``r`` and first sender ``s``, and get ranges in that order, so that two
+    ranks exchange at most one."""
     if units < 1 or grain < 1:
         raise ValueError(f"units={units} and grain={grain} must be at least 1")
     ranks = len(plan.resize)

@@ -99,13 +99,11 @@ def decide(
     max_received: float = math.inf,
 ) -> BalancePlan:
     """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little. In exact
-    modes it has whole units of each kind of layers and blocks (by ``units``; None: by ``times``), otherwise shares of
-    all work.
+    modes it has whole units of each kind (by ``units``; None: by ``times``), otherwise shares of all work.
 
-    In modes that prune, a rank's work is reduced only if it is slower than T_ref (``resize``) or the fastest rank
-    (``semi``) by more than the threshold, and a plan is dropped if it reduces the work of a rank that is no longer
-    slow. The ``current`` plan is replaced only if the ``uncertainty`` of the times, a share of them (None: the
-    threshold), does not explain the difference. ``max_received`` is the largest share of its own work that a receiver
+    In modes that prune, only ranks are relieved that are slower than T_ref (``resize``) or the fastest rank (``semi``)
+    by more than the threshold. ``current`` is replaced only if the ``uncertainty`` of the times, a share of them (None:
+    the threshold), does not explain the difference. ``max_received``: the largest share of its own work that a receiver
     has memory for."""
     if config.mode == "off":
         return BalancePlan.idle(len(times))
@@ -271,9 +269,7 @@ def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequ
     """Number of stragglers, ``slowest`` first, that migrate (Eq. 3): the largest x up to which all f are positive.
 
     ``f(x) = (T_(x) − T_min) − Φ1(Γ(x)) − Φ2(Γ(x)/(e − z))``, with ``Γ(x) = Σ_{k≤x} (T_(k) − T_min)/M_(k)`` and the
-    slowest receiver's Φ2. Unlike in the printed equation, M is in the denominators, because only that part of T can
-    move; and receivers are the ``e − z`` ranks that are no stragglers: the ``z − x`` that resize would be late again.
-    """
+    slowest receiver's Φ2. Differences from the print, M and ``e − z``, are explained in docs/algorithms.md, 1.6."""
     work = np.array([time.work_seconds for time in times])
     excess = _excess(times)
     receivers = sorted(set(range(len(times))).difference(slowest))

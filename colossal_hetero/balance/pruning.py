@@ -53,8 +53,7 @@ class RandomColumns(ColumnSelector):
 
 class WeightVariation(ColumnSelector):
     """ZERO-Pri: keeps columns whose weights varied most in the last interval, ``δ_i = mean_r |w_ri^t − w_ri^{t−1}|``. A
-    column pruned during an interval keeps its δ, because its imputed gradient says nothing about it. Columns without a
-    δ count as varying most, in random order: the second interval first prunes columns that were kept in the first."""
+    column that was pruned in it keeps its δ. Columns without a δ count as varying most, in random order."""
 
     def __init__(self, weight: Tensor, seed: int) -> None:
         columns = weight.shape[1]
@@ -144,11 +143,9 @@ class Pruner:
 
     def end_iteration(self) -> bool:
         """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of
-        priorities: the host does not wait for the device to find the columns that varied little.
-
-        Weight variations are collected from the first iteration on, also where nothing is pruned, so that a rank that
-        becomes slow in any epoch has those of the epoch before (SEMI, Algorithm 1). That takes a copy of the weights.
-        """
+        priorities: the host does not wait for the device. Weight variations are collected also where nothing is pruned,
+        so that a rank that becomes slow has those of the epoch before (SEMI, Algorithm 1). That takes a copy of the
+        weights."""
         if self._rules.priority in ("priority", "priority-diff"):
             self._select()
         if not self.selectors:

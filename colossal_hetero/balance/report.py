@@ -151,9 +151,8 @@ class BalanceReport(WhatIf):
 
 def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[float]) -> float:
     """The shortest time in which the ranks together can do all products, with nothing pruned (docs/algorithms.md, 1.7):
-    the smallest ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. ``other_seconds`` is each rank's time for work
-    that cannot be moved, ``matmul_seconds`` its time for an equal share of the products. If other times are equal and
-    one rank is χ times slower, it is ``other + e / (e − 1 + 1/χ)`` times the homogeneous matmul time."""
+    the smallest ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``, where ``other_seconds`` is each rank's time for
+    work that cannot be moved, and ``matmul_seconds`` its time for an equal share of the products."""
     order = np.argsort(other_seconds)
     other = np.asarray(other_seconds, dtype=float)[order]
     matmul = np.asarray(matmul_seconds, dtype=float)[order]

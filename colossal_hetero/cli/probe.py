@@ -26,10 +26,8 @@ MAX_LINES = 200  # largest number of measured links in the comment at the top of
 
 
 def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float) -> None:
-    """Measure together with all other ranks; rank 0 shows the progress and writes the file.
-
-    After ``timeout_seconds`` this process ends itself with exit status 1, because another rank is missing.
-    """
+    """Measure with all other ranks; rank 0 writes the file. Exits with 1 after ``timeout_seconds``: a rank is
+    missing."""
     rank = int(os.environ["RANK"])
     alarm = threading.Timer(timeout_seconds, _give_up, (rank, timeout_seconds))
     alarm.daemon = True

@@ -110,11 +110,8 @@ def measure_links(
     group: Any = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[MeasuredLink]:
-    """The links of these pairs of ranks, on every rank. Collective over all ranks.
-
-    The time ``latency + bytes / bandwidth`` is fitted to a message of 8 bytes and one of some milliseconds; each time
-    is half of the median of several round trips.
-    """
+    """The links of these pairs of ranks, on every rank. Collective over all ranks. ``latency + bytes / bandwidth`` is
+    fitted to a message of 8 bytes and one of some milliseconds."""
     rank = dist.get_rank()
     measured: list[dict[str, Any]] = []
     for number, pairs in enumerate(rounds):

@@ -28,12 +28,8 @@ def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def quiet_import() -> Iterator[None]:
-    """Hide the warnings that Colossal-AI and its dependencies print at import, and no others.
-
-    They are about optional packages (apex twice, tensornvme), the spelling ``torch.cuda.amp.custom_fwd``, and a missing
-    4-bit CPU kernel (bitsandbytes). ``DeprecationWarning``, which Python hides outside tests, is ignored so that a test
-    run that turns warnings into errors can import Colossal-AI.
-    """
+    """Hide the warnings that Colossal-AI and its dependencies print at import, and no others: about optional packages,
+    the spelling ``torch.cuda.amp.custom_fwd``, a missing 4-bit CPU kernel, and ``DeprecationWarning``."""
     bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
     bitsandbytes.addFilter(_is_not_kernel_notice)
     try:

@@ -75,11 +75,9 @@ class _PartsInFlight:
 
 
 def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.reduce_scatter_tensor``, in which every rank sends the others their parts and adds its own.
-
-    Gloo sums all parts on all ranks, which sends twice as much and takes more than twice the CPU time. Parts are added
-    in the order of the ranks. Other backends and other operations than a sum use the given function.
-    """
+    """``torch.distributed.reduce_scatter_tensor``, in which every rank sends the others their parts and adds its own,
+    in the order of the ranks: Gloo sums all parts on all ranks. Other backends and operations use the given
+    function."""
 
     @functools.wraps(reduce_scatter_tensor)
     def run(
@@ -308,11 +306,9 @@ def patch_models() -> None:
 
 
 def _check_parameters(optimizer: LowLevelZeroOptimizer) -> None:
-    """``_sanity_checks`` that does not require a GPU or NPU, and turns overlapped communication off.
-
-    The constructor calls it before it uses its arguments. Colossal-AI's overlap needs a second stream, but a CPU has
-    only one, and no ``Tensor.record_stream``. This package's plugins overlap in another way, on every device.
-    """
+    """``_sanity_checks`` that does not require a GPU or NPU, and turns overlapped communication off, which needs a
+    second stream; this package's plugins overlap in another way. The constructor calls it before it uses its
+    arguments."""
     optimizer._overlap_communication = False
     for group in optimizer.optim.param_groups:
         for parameter in group["params"]:

@@ -144,8 +144,7 @@ class MeasuredBatches:
 
     def _timer(self, optimizer: OptimizerWrapper) -> BusyTimer | None:
         """Timer of this rank's global batches, attached before accumulation, so that it sees the optimizer's steps
-        only. On a GPU, FSDP (stage 3) gathers and sums on streams of its own, for which the device waits at places in
-        the passes that no hook marks, so that work cannot be told from waiting."""
+        only. None for FSDP on a GPU, where the device waits at places in the passes that no hook marks."""
         if self._setup.stage == 3 and get_accelerator().name != "cpu":
             print_on_rank_0(
                 "at ZeRO stage 3 on GPUs, batches are divided once: if a speed changes, start again from a checkpoint, "

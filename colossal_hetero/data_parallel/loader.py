@@ -67,8 +67,7 @@ class HeteroDataLoader(DataLoader[Any]):
     def mean(self, value: Any, name: str = "loss") -> float | None:
         """The mean of a value, such as the loss, over the global batch and all ranks; None before its last micro-batch.
         Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch, and
-        with a name for each of several values. The last call of a global batch adds up the values of all ranks, each
-        with the weight of its loss."""
+        with a name for each of several values."""
         current = self.current
         if current is None:
             raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")

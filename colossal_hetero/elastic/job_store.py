@@ -21,11 +21,10 @@ from .world import StoreLostError
 # Connections ---------------------------------------------------------------------------------------------------------
 # Gloo cannot abort a collective in torch 2.5. The system closes the connections of a killed process, but not those of
 # one that is frozen or behind a broken network. If this process shuts down the half of a connection from which it
-# reads, Gloo raises in everything that waits for the connection. The other half stays open: if a thread of Gloo fails
-# to write the answer to a message, the operation that it answers for waits until its time limit. While Gloo connects a
-# group, one of two members listens for the other, and waits for ever if that dies, so this process connects to its own
-# listening sockets in place of the dead. A member says who it is by a number of 8 bytes, with which each listening
-# socket counts its connections from 0.
+# reads, Gloo raises in everything that waits for the connection; the other half stays open for answers. While Gloo
+# connects a group, one of two members listens for the other, and waits for ever if that dies, so this process connects
+# to its own listening sockets in place of the dead. A member says who it is by a number of 8 bytes, with which each
+# listening socket counts its connections from 0.
 
 
 ANSWER_SECONDS = 1.0  # longest time to connect to a socket of this process

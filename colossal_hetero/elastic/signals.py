@@ -26,12 +26,10 @@ from types import FrameType
 
 
 class SignalNotice:
-    """The notice is a signal to this process, by default SIGTERM. A second signal has its usual effect.
-
-    Signals within ``same_within_seconds`` count as one: a worker may get SIGTERM directly and from torchrun. Forked
-    processes, such as those of a data loader, react as before: who sends it to them wants to end them. But torchrun
-    sends it to a worker's whole process group, which those that multiprocessing forks leave therefore.
-    """
+    """The notice is a signal to this process, by default SIGTERM. A second signal has its usual effect, but those
+    within ``same_within_seconds`` count as one: a worker may get SIGTERM directly and from torchrun. Forked processes,
+    such as those of a data loader, react as before; torchrun signals a worker's whole process group, which these leave
+    therefore."""
 
     def __init__(self, number: int = signal.SIGTERM, same_within_seconds: float = 1.0) -> None:
         if threading.current_thread() is not threading.main_thread():

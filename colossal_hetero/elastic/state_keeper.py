@@ -154,13 +154,10 @@ class StateKeeper:
 
 
 class _HostCopies:
-    """Copies tensors of one GPU beside what the main thread has ordered, also while that waits for an ended rank.
-
-    The collectives of an ended rank's peers do not end, and no work on their streams does. torch hands out 32 streams
-    of normal priority in turn, to ProcessGroupNCCL too, so one of these may be such a stream. NCCL gets those of high
-    priority only with ``is_high_priority_stream`` or ``TORCH_NCCL_HIGH_PRIORITY``. Streams and memory are made in
-    advance, because page-locking memory may wait for all kernels of the GPU.
-    """
+    """Copies tensors of one GPU beside what the main thread has ordered, also while that waits for an ended rank, whose
+    peers' streams do not go on. torch hands out 32 streams of normal priority in turn, to ProcessGroupNCCL too; NCCL
+    gets those of high priority only with ``is_high_priority_stream`` or ``TORCH_NCCL_HIGH_PRIORITY``. Streams and
+    memory are made in advance, because page-locking memory may wait for all kernels of the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)

@@ -285,9 +285,8 @@ class HeteroLinear1D_Row(_HeteroRowParallel, Linear1D_Row):
 
 
 class HeteroVocabParallelLMHead1D(_HeteroColumnParallel, VocabParallelLMHead1D):
-    """Head of a language model, weight ``[V/e, K]`` with the vocabulary padded to ``V``; see Colossal-AI's
-    ``VocabParallelLMHead1D``. Outputs have no padding: ``[.., vocabulary]`` if gathered, else ``[.., n]`` for this
-    rank's ``n`` rows in the vocabulary, or, if rows migrate, for those that it computes."""
+    """Head of a language model, weight ``[V/e, K]`` with the vocabulary padded to ``V``. Outputs have no padding:
+    ``[.., vocabulary]`` if gathered, else ``[.., n]`` for the rows that this rank computes."""
 
     def _without_padding(self, y: Tensor) -> Tensor:
         if self.block is not None and self.block.share_of(self) is not None:

@@ -223,9 +223,8 @@ class UnitExchange:
 
     def begin_pass(self, number: int = 1) -> None:
         """Start sending the units' weights; later buckets follow while the blocks run. Collective over the group; call
-        it before each forward pass of training. A block that runs before starts the sending. Weights are sent before
-        each forward pass, because a loop may change them without a trace (``weight.data``), but only before the first
-        one of a schedule, whose passes have a ``number`` from 1 on."""
+        it before each forward pass of training. Weights are sent each time, because a loop may change them without a
+        trace, but only before the first pass of a schedule, whose passes have a ``number`` from 1 on."""
         if number == 1:
             self._refresh()
         self._send()

@@ -48,9 +48,8 @@ class UnevenBatches:
         distributed_sampler_cls: type | None = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """A loader in which every rank has its own batches once it is boosted. With a ``batch_size``, every rank has
-        that many samples per batch, for example to evaluate; if that loader is boosted, one with uneven batches takes
-        its place, because batch sizes in training follow from the global batch size."""
+        """A loader in which every rank has its own batches once it is boosted: then sizes follow from the global batch.
+        With a ``batch_size``, every rank has that many samples per batch until then, for example to evaluate."""
         arguments: dict[str, Any] = dict(
             shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **kwargs
         )

@@ -48,14 +48,12 @@ class FinishedWork(dist.Work):
 def local_collectives(
     model: torch.nn.Module | None = None, doubled: Callable[[str, Group], bool] | None = None
 ) -> Iterator[None]:
-    """In the block, collectives of ``torch.distributed`` use only the data of this rank and do not communicate.
+    """In the block, collectives of ``torch.distributed`` use only the data of this rank, in place of that of the
+    others, and do not communicate. Gathered values are invalid after the block; :func:`.abort_step` drops those of
+    FSDP.
 
-    This rank's data replaces that of the others: reductions leave a tensor unchanged, and a gathered one holds this
-    rank's part once per rank. Gathered values are invalid after the block; :func:`.abort_step` drops those of FSDP.
     Only collectives called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
-    ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++, so instances in ``model`` do
-    not synchronize. Point-to-point messages and DTensor's functional collectives are not covered.
-    """
+    ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` in ``model`` does not synchronize."""
     modules = (dist, distributed_c10d)
     saved = [(module, name, getattr(module, name)) for module in modules for name in _NAMES if hasattr(module, name)]
     replicas = [] if model is None else [part for part in model.modules() if isinstance(part, DistributedDataParallel)]

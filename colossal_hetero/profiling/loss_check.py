@@ -48,12 +48,9 @@ def kind_of_loss(one: Sequence[float], twice: float) -> LossKind:
 
 
 def check_loss(trial: TrialRun, replica_of: Sequence[int], multiple_of: int | None = None) -> int:
-    """Check the loss that ``trial`` computes, on the first samples of the dataset. Every rank calls it.
-
-    Nothing is trained, the model does not communicate, and model, optimizer and random state are restored. A loss that
-    is neither mean nor sum is accepted, since a few samples do not tell its kind. If two samples do not fit into
-    memory, nothing is checked. Returns the number that all batch sizes must be multiples of.
-    """
+    """Check the loss that ``trial`` computes, on the first samples of the dataset; nothing is changed. Every rank calls
+    it. A loss that is neither mean nor sum is accepted, since a few samples do not tell its kind. If two samples do not
+    fit into memory, nothing is checked. Returns the number that all batch sizes must be multiples of."""
     tried = on_every_rank(lambda: _first_try(trial, multiple_of), "checking the loss")
     trial.at_once, multiple = max(each.at_once for each in tried), max(each.multiple for each in tried)
     found = [each.losses for each in tried if each.losses is not None]

@@ -60,10 +60,9 @@ def memory_limit(device: torch.device) -> MemoryLimit:
     """The memory of ``device`` that this process may use, including memory that it already uses.
 
     On a GPU it is the card's memory less that of other processes, limited by ``set_per_process_memory_fraction``. On a
-    CPU it is the limit of the address space (``RLIMIT_AS``), in mapped bytes; without one, in resident bytes, it is the
-    memory in use plus this rank's part of 90 % of what the control group or machine has available. Ranks on a machine
-    have equal parts (``LOCAL_WORLD_SIZE``; if it is not set, all ranks are counted).
-    """
+    CPU it is the limit of the address space (``RLIMIT_AS``), in mapped bytes; without one, in resident bytes, this
+    rank's equal part of 90 % of what the control group or machine has available (``LOCAL_WORLD_SIZE``; if not set, of
+    all ranks)."""
     if device.type == "cuda":
         return _limit_of_gpu(device)
     if device.type != "cpu":

@@ -28,13 +28,10 @@ Restore = Callable[[], None]
 def preserved_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None
 ) -> Iterator[None]:
-    """On leaving the block, restore what forward and backward passes change, bit for bit and in the same tensors.
-
-    This includes buffers, gradients (also those of ZeRO's optimizer and FSDP; None stays None), modes of modules,
-    random state (Python, NumPy, torch, the accelerator, Colossal-AI's parallel dropout), and the entries of the
-    optimizer's state and parameter groups. An unfinished step is aborted. The block must not contain optimizer steps:
-    parameters, tensors in the optimizer's state and other attributes of modules are not restored.
-    """
+    """On leaving the block, restore what forward and backward passes change, bit for bit and in the same tensors:
+    buffers, gradients (also those of ZeRO's optimizer and FSDP), modes of modules, all random states, and the entries
+    of the optimizer's state and parameter groups. An unfinished step is aborted. The block must not contain optimizer
+    steps: parameters and tensors in the optimizer's state are not restored."""
     abort_step(model, optimizer)
     tensors = _parameters(model, optimizer)
     restores = [*_gradients(optimizer, tensors), *_optimizer(optimizer), *_modules(model), random_state()]

@@ -45,18 +45,14 @@ def default_training_step(model: nn.Module, criterion: Callable | None, batch: A
 
 @dataclass
 class TrialRun:
-    """Runs trial micro-batches of any size, without drawing from the loader.
+    """Runs trial micro-batches of any size, without drawing from the loader: the samples from ``first`` on, repeated if
+    the dataset has fewer, in training mode; :func:`.preserved_state` around them restores it.
 
-    The samples are those from ``first`` on, repeated if the dataset has fewer. Passes run in training mode, because a
-    model that was just loaded is often in evaluation mode; :func:`.preserved_state` around them restores it. A trial
-    needs as much memory as the usual loop, which binds ``outputs = model(...)`` and ``loss`` to names.
-
-    [Note: kept outputs] The names of a loop are bound again only after the next forward pass, so the outputs of a
-    micro-batch exist during its backward pass and the next forward pass. A trial therefore keeps its outputs and loss
-    until the forward pass of the next one is over. If that is larger, its loop would keep more: the difference, by the
-    bytes per sample of the latest outputs, is reserved during the forward pass. The outputs also exist during the
-    optimizer's step, whose temporary memory is allocated for a moment after the first backward pass of each size.
-    """
+    [Note: kept outputs] The names of a loop (``outputs = model(...)``, ``loss``) are bound again only after the next
+    forward pass, so the outputs of a micro-batch exist during its backward pass and the next forward pass. A trial
+    therefore keeps its outputs and loss until the forward pass of the next one is over. If that is larger, its loop
+    would keep more: the difference, by the bytes per sample of the latest outputs, is reserved during the forward pass.
+    The optimizer's temporary memory is allocated for a moment after the first backward pass of each size."""
 
     model: nn.Module
     optimizer: OptimizerWrapper

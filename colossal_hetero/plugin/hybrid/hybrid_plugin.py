@@ -222,8 +222,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
 
     def report(self) -> Report:
         """Which ranks were slow lately, what was done about it, and what an iteration takes: ``print()`` it, or use
-        :meth:`.Report.as_dict`. It is not collective, so one rank may ask for it: ranks exchange their numbers after 4,
-        8, 16, … optimizer steps, and then after every ``report_every``."""
+        :meth:`.Report.as_dict`. One rank may ask for it: the numbers are those of the last exchange."""
         balancer, batches = self._balancing.balancer, self._uneven_batches
         balance = None if balancer is None else balancer.report()  # which may take in newer numbers
         iterations = self.version or (0 if balancer is None else balancer.iterations)

@@ -258,11 +258,9 @@ def _forget_on_new_scale(optimizer: OptimizerWrapper, balancer: Balancer) -> Non
 
 # Timed collectives ---------------------------------------------------------------------------------------------------
 # Colossal-AI's own collectives count as communication of the running iteration: a rank waits for slower ones in them,
-# which is not its work. They are those of the vocabulary-parallel embedding and loss, of gathered outputs, of layers
-# that this package does not replace, of gradients that sequence parallelism divides, of norms, and the rest of the sum
-# over replicas at the end of the backward pass. Balanced layers mark the clock themselves, with their kind. Messages
-# between two ranks (mode ``ring``, ring attention) and ZeRO's collectives are not timed, except for that sum and for
-# parameters that the forward pass needs while they are still gathered.
+# which is not its work. Balanced layers mark the clock themselves, with their kind. Messages between two ranks (mode
+# ``ring``, ring attention) and ZeRO's collectives are not timed, except for the rest of the sum over replicas at the
+# end of the backward pass, and for parameters that the forward pass needs while they are still gathered.
 
 
 MODULES: tuple[ModuleType, ...] = (_operation, loss, utils, hybrid_parallel_plugin)

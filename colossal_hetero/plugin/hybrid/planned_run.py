@@ -38,9 +38,8 @@ from .plugin_arguments import arguments_from_plan, check_model
 
 # Recomputation -------------------------------------------------------------------------------------------------------
 # A stage that recomputes keeps only the input of each block, whose forward pass runs again in the backward pass. The
-# switches of the models (``gradient_checkpointing_enable``, ``set_grad_checkpointing``) and Colossal-AI's forward
-# passes are not used: some checkpoints are always reentrant, which zero-bubble schedules cannot use, and none has the
-# random state of tensor-parallel dropout.
+# switches of the models are not used: some checkpoints are always reentrant, which zero-bubble schedules cannot use,
+# and none has the random state of tensor-parallel dropout.
 
 
 def find_recomputable_blocks(model: nn.Module) -> str:

@@ -167,8 +167,7 @@ def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, 
 
 def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int], plan: Plan | None) -> None:
     """Let ``stage_manager`` divide a model into chunks with these numbers of ``layers``, and refuse another number of
-    them, for which Colossal-AI only has an assertion, and a model with an encoder and a decoder, whose policies ask
-    twice, each time for fewer stages than there are."""
+    them, and a model with an encoder and a decoder, whose policies ask twice, for fewer stages than there are."""
     stage_manager.num_layers_per_stage = layers
 
     def distribute_layers(

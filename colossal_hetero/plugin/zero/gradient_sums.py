@@ -65,15 +65,13 @@ class GradientSums:
 
     Within :meth:`passes`, gradients accumulate on this rank only; :meth:`finish` ends it. A sum starts as soon as their
     last backward passes have added to all gradients of its bucket and of the buckets before it, as often as the passes
-    before have: a module in several reentrant checkpoints gets several gradients. What is left, such as parameters that
-    not all passes use, starts in :meth:`finish`.
+    before have. What is left, such as parameters that not all passes use, starts in :meth:`finish`.
 
     Args:
         start: starts the sum of a bucket.
         watched: parameters whose gradients may be summed before :meth:`finish`.
         one_group: all buckets are summed over the same ranks. Then a rank may wait for sums in a backward pass, so that
-            whole gradients are released early, and all ranks can sum again what came after its sum: it is in
-            :attr:`late` and in the parameter's gradient.
+            whole gradients are released early, and what came after its sum (:attr:`late`) can be summed again.
     """
 
     def __init__(
