@@ -14,7 +14,7 @@ from colossal_hetero.balance.clock import make_clock
 from colossal_hetero.balance.divide import Move, divide
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import Workload
-from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
+from colossal_hetero.layers.column_migration import BroadcastReduce, ColumnMigration
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.workload import IMPUTATIONS, kept_count
 
@@ -59,8 +59,8 @@ def _workloads(device: torch.device, transport: Transport) -> dict[str, Callable
         "idle": partial(_idle, clock=None),
         "idle, with a clock": partial(_idle, clock=clock),
         **{f"columns pruned, imputation {name}": partial(_pruned, imputation=name) for name in IMPUTATIONS},
-        **{f"columns migrated, {name}": partial(_migrated, transport, name, 0.0) for name in COLUMN_EXCHANGES},
-        "columns pruned and migrated": partial(_migrated, transport, "broadcast-reduce", PRUNED),
+        "columns migrated": partial(_migrated, transport, 0.0),
+        "columns pruned and migrated": partial(_migrated, transport, PRUNED),
     }
 
 
@@ -87,7 +87,7 @@ def _pruned(problem: Problem, imputation: str) -> Comparisons:
         yield problem.run(layer, batch), before[dist.get_rank()].results
 
 
-def _migrated(transport: Transport, method: str, pruned: float, problem: Problem) -> Comparisons:
+def _migrated(transport: Transport, pruned: float, problem: Problem) -> Comparisons:
     layer, batch = problem.layer(), problem.batch()
     moves: tuple[Move, ...] = divide(problem.columns, migrating_plan()).moves
     workload = None
@@ -98,7 +98,7 @@ def _migrated(transport: Transport, method: str, pruned: float, problem: Problem
         kept[0] = torch.cat([own, torch.arange(problem.columns - given, problem.columns, device=own.device)])
         if dist.get_rank() == 0:
             workload = Workload(prune=pruned, select=lambda x, weight, count: own)
-    layer.assign(workload, ColumnMigration(COLUMN_EXCHANGES[method](transport), moves))
+    layer.assign(workload, ColumnMigration(BroadcastReduce(transport), moves))
     yield problem.run(layer, batch), problem.exact(batch, kept)[dist.get_rank()].results
 
 

@@ -29,7 +29,7 @@ from tests.support.paths import REPOSITORY
         ("vit", "--model vit-3b --tp 9", 9, ["--tp 9", "48 heads of vit-3b"]),
         ("vit", "--paper zero-pri --balance auto", 2, ["--paper zero-pri", "--balance auto", "leave one out"]),
         ("vit", "--paper semi --tp 1", 2, ["--paper semi", "--tp 1"]),
-        ("vit", "--max-resize -0.1", 2, ["--max-resize -0.1", "[0, 1)"]),
+        ("vit", "--balance resize --max-resize -0.1", 2, ["--max-resize -0.1", "[0, 1)"]),
         ("vit", "--paper zero-pridiff-e --max-resize 0.2", 2, ["resize_ratio=0.5", "--max-resize 0.2"]),
         ("vit", "--balance auto --tp 1", 2, ["--balance auto", "--tp 1"]),
         ("vit", "--summary /proc/all.json", 2, ["--summary /proc/all.json", "cannot be written"]),

@@ -60,13 +60,14 @@ def test_a_cpu_quota_slows_layers_by_its_share(monkeypatch: pytest.MonkeyPatch, 
     clock = SimulatedClock(quota, threads)
     use_clock(clock, monkeypatch)
     seconds = 6.0 if threads == 1 else 20.0
-    profile = measure(Model(clock, (0.002, 0.005), after=(0.004, 0.001)), clock, min_seconds=seconds).profile
+    # All parts together take no multiple of the time between two pauses.
+    profile = measure(Model(clock, (0.002, 0.007), after=(0.004, 0.001)), clock, min_seconds=seconds).profile
     times = times_of(profile, "cpu", 1, 2)
     if threads == 2:  # by wall time, which has the pauses
         assert 0.001 < times.relative_error < 0.5
     # The measurement may contain one period more or less; with two threads, each part that shares the time may.
     tolerance = 2 * PERIOD / (seconds if threads == 1 else seconds / 8)
-    whole = 2 * sum((0.002, 0.005, *[0.009] * 5, 0.004, 0.001)) / quota
+    whole = 2 * sum((0.002, 0.007, *[0.009] * 5, 0.004, 0.001)) / quota
     assert sum(times.forward_seconds) + sum(times.backward_seconds) == pytest.approx(whole, rel=tolerance)
     share = np.array(times.backward_seconds[1:-1]) / np.array(times.forward_seconds[1:-1])
     np.testing.assert_allclose(share, 2.0, rtol=1e-6)

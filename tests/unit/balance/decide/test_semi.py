@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, decide, predicted_seconds
 from colossal_hetero.balance.modes import (
     COLUMN_PARTS,
+    MIN_GAIN,
     divide_stragglers,
     migrating_stragglers,
     resize_and_migrate,
@@ -31,16 +32,20 @@ def groups(draw: st.DrawFn, most_ranks: int = 5) -> list[RankTimes]:
 @given(groups(8))
 def test_lossless_plans_without_costs_reach_the_reports_bound(times: list[RankTimes]) -> None:
     """Up to one part of the columns, which each rank keeps at least."""
-    config = BalanceConfig(mode="migrate", threshold=1e-9)
-    plan = decide(times, FREE, config, BalancePlan.idle(len(times)))
+    config, idle = BalanceConfig(mode="migrate", threshold=1e-9), BalancePlan.idle(len(times))
+    plan = decide(times, FREE, config, idle)
+    found, before = (predicted_seconds(times, FREE, each) for each in (plan, idle))
     other = [time.work_seconds - time.matmul_seconds for time in times]
     bound = lossless_seconds(other, [time.matmul_seconds for time in times])
-    found = predicted_seconds(times, FREE, plan)
-    kept = max(o + time.matmul_seconds / COLUMN_PARTS for o, time in zip(other, times, strict=True))
-    part = max(time.matmul_seconds for time in times if time.work_seconds <= found) / COLUMN_PARTS
-    idle = max(time.work_seconds for time in times)
+    best = bound + max(time.matmul_seconds for time in times) / COLUMN_PARTS
     assert bound <= found * (1 + 1e-9)
-    assert found <= max((max(bound, kept) + part) / (1 - 0.0025), 0.9975 * idle) or plan == BalancePlan.idle(len(times))
+    assert best > (1 - MIN_GAIN) * before if plan == idle else found <= best * (1 + 1e-9)
+
+
+def test_only_products_move() -> None:
+    """Other work takes 1 s on each rank."""
+    plan = decide([RankTimes(5.0, 4.0), RankTimes(2.0, 1.0)], FREE, BalanceConfig(), BalancePlan.idle(2))
+    assert plan.migrate[0] == pytest.approx(0.6, abs=1 / COLUMN_PARTS)
 
 
 def group(*slowdowns: float, other: float = 0.0) -> list[RankTimes]:
