@@ -213,7 +213,8 @@ def _poplar_once(curves: Sequence[Curve], samples: int) -> list[Runs]:
     parts = np.floor(samples / speeds.sum() * speeds + 1e-9).astype(np.int64)
     for _ in range(samples - int(parts.sum())):
         parts[np.argmin(parts / speeds)] += 1
-    return [split_per_rank(int(part), curve.peak_batch) for part, curve in zip(parts, curves, strict=True)]
+    peaks = [int((np.arange(len(curve.seconds)) / curve.seconds).argmax()) for curve in curves]
+    return [split_per_rank(int(part), peak) for part, peak in zip(parts, peaks, strict=True)]
 
 
 def _poplar_synchronized(curves: Sequence[Curve], samples: int, communication_seconds: float) -> list[Runs]:

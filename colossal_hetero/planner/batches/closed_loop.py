@@ -184,14 +184,6 @@ def _changes_between(
     return [2.0 * (new - old) / (new + old) for old, new in pairs]
 
 
-def _change_point(times: Sequence[Sequence[GlobalBatchTime]], replica: int) -> int:
-    """The first global batch after a replica's change of speed: the extreme sum of differences from the mean."""
-    ratios = [_against_others([each.ratio for each in iteration])[replica] for iteration in zip(*times, strict=True)]
-    mean = fmean(ratios)
-    sums = list(accumulate(ratio - mean for ratio in ratios))[:-1]
-    return 1 + max(range(len(sums)), key=lambda index: abs(sums[index]))
-
-
 def _against_others(changes: Sequence[float]) -> list[float]:
     """Each replica's change less the mean change of the others, which is common to all replicas."""
     if len(changes) == 1:
@@ -277,7 +269,12 @@ class Redivision:
         if not _are_enough(self._window):
             return False
         estimates = _estimated_speeds(self._window)
-        self._judge_last_step(estimates)
+        # Learn whether the replicas that got more samples in the last step were as fast as they looked.
+        for replica, (state, estimate) in enumerate(zip(self._replicas, estimates, strict=True)):
+            state.distrusted = max(0, state.distrusted - 1)
+            if self._seconds(estimate.speed, replica) > state.limit_seconds:
+                state.distrusted = PATIENCE
+            state.limit_seconds = math.inf
         speeds = self._decide(estimates)
         for state in self._replicas:
             state.faster = False
@@ -308,7 +305,12 @@ class Redivision:
         relative = _against_others(_changes_between(earlier, new))
         if all(abs(change) <= limit for change, limit in zip(relative, limits, strict=True)):
             return
-        place = _change_point(self._window, max(range(len(relative)), key=lambda replica: abs(relative[replica])))
+        # The first global batch after the change of speed: the extreme sum of differences from the mean.
+        changed = max(range(len(relative)), key=lambda replica: abs(relative[replica]))
+        ratios = [_against_others([each.ratio for each in step])[changed] for step in zip(*self._window, strict=True)]
+        mean = fmean(ratios)
+        sums = list(accumulate(ratio - mean for ratio in ratios))[:-1]
+        place = 1 + max(range(len(sums)), key=lambda index: abs(sums[index]))
         before = [of_replica[:place] for of_replica in self._window]
         self._window = [of_replica[place:] for of_replica in self._window]
         if len(before[0]) >= MIN_ITERATIONS:
@@ -324,14 +326,6 @@ class Redivision:
     def _seconds(self, speed: Speed, replica: int) -> float:
         sizes = self.allocation.shares[replica].sizes
         return speed.seconds(self._divider.expected_seconds(replica, sizes), sum(max(size, 1) for size in sizes))
-
-    def _judge_last_step(self, estimates: Sequence[SpeedEstimate]) -> None:
-        """Learn whether the replicas that got more samples in the last step were as fast as they looked."""
-        for replica, (state, estimate) in enumerate(zip(self._replicas, estimates, strict=True)):
-            state.distrusted = max(0, state.distrusted - 1)
-            if self._seconds(estimate.speed, replica) > state.limit_seconds:
-                state.distrusted = PATIENCE
-            state.limit_seconds = math.inf
 
     def _decide(self, estimates: Sequence[SpeedEstimate]) -> tuple[Speed, ...] | None:
         """The speeds to divide by from now on; None to keep the division."""

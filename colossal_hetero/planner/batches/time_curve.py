@@ -128,11 +128,6 @@ class Curve:
         """Highest throughput over all micro-batches, in samples per second (Poplar: ``speed_i = max_b speed_i(b)``)."""
         return float((np.arange(len(self.seconds)) / self.seconds).max())
 
-    @property
-    def peak_batch(self) -> int:
-        """The micro-batch of :attr:`peak_speed`."""
-        return int((np.arange(len(self.seconds)) / self.seconds).argmax())
-
 
 def _check_points(points: Mapping[int, float], min_batch: int, max_batch: int) -> None:
     for batch, seconds in points.items():

@@ -50,10 +50,13 @@ class ConcurrentRings:
         self._topology = topology
         # Rings over the same nodes are alike; a large cluster has few different ones.
         numbers = Counter(rings)
-        self._rings = {nodes: _ring(topology, nodes) for nodes in numbers}
+        self._rings: dict[tuple[int, ...], _Ring] = {}
         self._load: Counter[tuple[int, int, str]] = Counter()
         for nodes, number in numbers.items():
-            ring = self._rings[nodes]
+            hops = _hops(nodes)
+            # A ring that leaves a node has one message less inside it than it has devices there.
+            inside = {node: count - bool(hops) for node, count in Counter(nodes).items() if count > 1}
+            ring = self._rings[nodes] = _Ring(hops, ring_network(topology, hops) if hops else "", inside)
             for hop in ring.hops:
                 for way, node in enumerate(hop):
                     self._load[node, way, ring.network] += number
@@ -133,13 +136,6 @@ def _nodes(topology: Topology, group: Sequence[int]) -> tuple[int, ...]:
 def _hops(nodes: Sequence[int]) -> tuple[Hop, ...]:
     different = sorted(set(nodes))
     return tuple(zip(different, [*different[1:], different[0]], strict=True)) if len(different) > 1 else ()
-
-
-def _ring(topology: Topology, nodes: Sequence[int]) -> _Ring:
-    hops = _hops(nodes)
-    # A ring that leaves a node has one message less inside it than it has devices there.
-    inside = {node: count - bool(hops) for node, count in Counter(nodes).items() if count > 1}
-    return _Ring(hops, ring_network(topology, hops) if hops else "", inside)
 
 
 def _hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:

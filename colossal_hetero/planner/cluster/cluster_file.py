@@ -335,10 +335,11 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
     own = {device.kind for device in topology.devices if GPUS.get(device.kind.name) != device.kind}
     if own:
         content["kinds"] = {kind.name: _kind_fields(kind) for kind in sorted(own, key=lambda kind: kind.name)}
+    speeds = {device.cluster: device.training_speed for device in topology.devices}
     content["clusters"] = [
         {
             "name": name,
-            **_training_speed(topology, number),
+            **({} if speeds[number] is None else {"training_speed": speeds[number]}),
             "nodes": tomlkit.items.AoT([_node_table(topology, alike) for alike in _alike(topology, number)]),
         }
         for number, name in enumerate(topology.clusters)
@@ -361,11 +362,6 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
             "node, NICs ordered by descending bandwidth, and devices of one kind's name be alike"
         )
     return text
-
-
-def _training_speed(topology: Topology, cluster: int) -> dict[str, float]:
-    speed = next(device.training_speed for device in topology.devices if device.cluster == cluster)
-    return {} if speed is None else {"training_speed": speed}
 
 
 def _kind_fields(kind: DeviceKind) -> dict[str, float]:

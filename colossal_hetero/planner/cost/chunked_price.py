@@ -163,7 +163,7 @@ def _divided(
     best: tuple[float, tuple[int, ...], GraphSeconds | None] | None = None
     for seconds in _variants(means):
         pipelines = _ordered(distinct, fewer, seconds)
-        found = _best(pipelines, start[None]) if method == "uniform" else divide_blocks(pipelines)
+        found = _if_it_fits(_best(pipelines, start[None])) if method == "uniform" else divide_blocks(pipelines)
         if found is not None and (best is None or found[0] < best[0]):
             best = (*found, seconds)
     if best is None:
@@ -345,6 +345,8 @@ ROUNDING = 1e-12
 
 Division = tuple[float, tuple[int, ...]]
 """Seconds of the slowest pipeline, and blocks of each chunk, as bounds ``[chunks + 1]``."""
+_Priced = tuple[float, float, NDArray[np.int64]]
+"""Bytes by which memory is exceeded, seconds of the slowest pipeline, and bounds."""
 
 
 def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_COMPARED) -> Division | None:
@@ -355,11 +357,15 @@ def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_
         return None
     every = all_bounds(first.blocks, chunks)
     if every is not None and len(every) <= max_compared:
-        return _best(pipelines, every)
+        return _if_it_fits(_best(pipelines, every))
     starts = [proportional_bounds(pipeline) for pipeline in pipelines]
     starts.append(np.asarray(uniform_bounds(first.blocks, chunks)))
-    found = [_improved(pipelines, start) for start in np.unique(starts, axis=0)]
-    return min((each for each in found if each is not None), key=lambda each: each[0], default=None)
+    improved = [_improved(pipelines, start) for start in np.unique(starts, axis=0)]
+    return _if_it_fits(min(improved, key=lambda each: each[:2]))
+
+
+def _if_it_fits(found: _Priced) -> Division | None:
+    return None if found[0] else (found[1], tuple(found[2].tolist()))
 
 
 def proportional_bounds(pipeline: ChunkedPipeline) -> NDArray[np.int64]:
@@ -375,33 +381,20 @@ def proportional_bounds(pipeline: ChunkedPipeline) -> NDArray[np.int64]:
     return bounds
 
 
-def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> Division | None:
-    sizes = np.diff(start)
-    excess, seconds = (float(each[0]) for each in _prices(pipelines, start[None]))
+def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> _Priced:
+    best = _best(pipelines, start[None])
     for _ in range(MAX_ROUNDS):
-        found = _better(pipelines, _moved(sizes), excess, seconds)
-        if found is None:
+        moved = _moved(best[2])
+        found = _best(pipelines, moved) if len(moved) else best
+        if not found[:2] < (best[0], best[1] * (1 - ROUNDING)):
             break
-        sizes, excess, seconds = found
-    return (seconds, (0, *np.cumsum(sizes).tolist())) if excess == 0 else None
+        best = found
+    return best
 
 
-def _better(
-    pipelines: Sequence[ChunkedPipeline], sizes: NDArray[np.int64], excess: float, seconds: float
-) -> tuple[NDArray[np.int64], float, float] | None:
-    """The best of these ``sizes`` ``[divisions, chunks]``, with its excess bytes and seconds, if it is better."""
-    if not len(sizes):
-        return None
-    over, took = _prices(pipelines, np.pad(np.cumsum(sizes, axis=1), ((0, 0), (1, 0))))
-    best = np.lexsort((took, over))[0]
-    if (over[best], took[best]) < (excess, seconds * (1 - ROUNDING)):
-        return sizes[best], float(over[best]), float(took[best])
-    return None
-
-
-def _moved(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sizes of chunks if one block, or half of the blocks, of a chunk goes to another one, ``[moves, chunks]``."""
-    chunks = len(sizes)
+def _moved(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bounds if one block, or half of the blocks, of a chunk goes to another one, ``[moves, chunks + 1]``."""
+    sizes, chunks = np.diff(bounds), len(bounds) - 1
     moved = [
         sizes + blocks * (np.arange(chunks) == taker) - blocks * (np.arange(chunks) == giver)
         for giver in np.flatnonzero(sizes > 1).tolist()
@@ -409,16 +402,13 @@ def _moved(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         if taker != giver
         for blocks in sorted({1, int(sizes[giver]) // 2})
     ]
-    return np.array(moved, dtype=np.int64).reshape(-1, chunks)
+    return np.pad(np.cumsum(np.array(moved, dtype=np.int64).reshape(-1, chunks), axis=1), ((0, 0), (1, 0)))
 
 
-def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> Division | None:
+def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> _Priced:
     excess, seconds = _prices(pipelines, bounds)
-    fits = np.flatnonzero(excess == 0)
-    if not len(fits):
-        return None
-    best = fits[seconds[fits].argmin()]
-    return float(seconds[best]), tuple(bounds[best].tolist())
+    best = np.lexsort((seconds, excess))[0]
+    return float(excess[best]), float(seconds[best]), bounds[best]
 
 
 def _prices(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from ..profile.layer_costs import combined
 from ..profile.layer_profile import ModelProfile
 from ..stages.pipeline import PipelineCost, Slot, evaluate
 from ..stages.split_methods import split
-from .gradient_times import GradientTimes, Summing, divide_micro_batches
+from .gradient_times import GradientTimes, Summing, divide_micro_batches, even_end
 from .placement import Place, SlotPool, place, place_together
 from .plan import Plan, Replica, StagePlan, exposed_seconds
 from .ranked_plan import ranking_seconds
@@ -49,7 +51,7 @@ class Draft:
         kinds = [kind for row in self.rows for kind, _ in row]
         return tuple(np.bincount(kinds, minlength=len(self.pool.kinds)).tolist())
 
-    @property
+    @cached_property
     def is_equal(self) -> bool:
         """True if all pipelines are cut alike and run equally many micro-batches."""
         return len(set(self.bounds)) == 1 and len(set(self.micro_batches)) == 1
@@ -63,11 +65,20 @@ class Draft:
         """Time of the slowest pipeline, without synchronization."""
         return max(cost.seconds for cost in self.costs)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         return self.pipeline_seconds + self.synchronization_seconds
 
-    @property
+    @cached_property
+    def even_seconds(self) -> float:
+        """:attr:`ranking_seconds` if micro-batches could be divided, for pipelines that differ."""
+        steps = np.maximum([max(cost.stage_seconds) for cost in self.costs], 1e-15)
+        more = np.array(self.micro_batches) - list(map(len, self.rows))
+        ends = np.array([cost.seconds for cost in self.costs]) - more * steps
+        even = max(even_end(ends, steps, int(more.sum())), float(ends.max()))
+        return (even + self.synchronization_seconds) * self.ranking_seconds / self.seconds
+
+    @cached_property
     def ranking_seconds(self) -> float:
         """Seconds by which drafts are compared, see :func:`.ranking_seconds`."""
         plain = self.pool.pipelines is None and not any(any(cost.recompute) for cost in self.costs)
@@ -105,27 +116,31 @@ class DraftBuilder:
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
-        self, pool: SlotPool, places: Rows, *, symmetric: bool = False, in_order: bool = False, below: float = np.inf
+        self, pool: SlotPool, rows: Rows, *, symmetric: bool = False, in_order: bool = False, below: float = np.inf
     ) -> Draft | str:
         """The draft with these slots, or in words why there is none in which pipelines take less than ``below``
         seconds. If ``symmetric``, all are cut alike; if ``in_order``, stages have no other order, even if that fits."""
         total = pool.total_micro_batches
-        minimum = list(map(len, places))
+        minimum = list(map(len, rows))
         if symmetric:
-            counts = [total // len(places)] * len(places)
+            counts = [total // len(rows)] * len(rows)
         elif sum(minimum) > total:
             return f"{total} micro-batches are too few for the stages of all replicas"
         else:
-            counts = [max(each, round(total / len(places))) for each in minimum]
+            counts = [max(each, round(total / len(rows))) for each in minimum]
         below_split = below if symmetric else np.inf
-        rows, bounds = places, self._split(pool, places, counts, symmetric, below_split)
+        bounds = self._split(pool, rows, counts, symmetric, below_split)
         if isinstance(bounds, str) and self.chooses_cuts and not in_order:
-            # Blocks fit into other orders of the stages.
-            fitting = [
-                (max(cost.seconds for cost in self._price(pool, arranged, found, counts)), arranged, found)
-                for arranged in self._arranged(pool, places)
-                if not isinstance(found := self._split(pool, arranged, counts, symmetric, below_split), str)
-            ]
+            # Blocks fit into other orders of the stages: by speed and by memory, both ways.
+            fitting = []
+            rules = [kind.model_seconds for kind in pool.kinds], [kind.memory_bytes for kind in pool.kinds]
+            for values, sign in itertools.product(rules, (1, -1)):
+                value_of = {place: sign * values[place[0]] for row in rows for place in row}
+                arranged = [sorted(row, key=value_of.__getitem__) for row in rows]
+                found = self._split(pool, arranged, counts, symmetric, below_split)
+                if not isinstance(found, str):
+                    costs = self._price(pool, arranged, found, counts)
+                    fitting.append((max(cost.seconds for cost in costs), arranged, found))
             if fitting:
                 _, rows, bounds = min(fitting, key=lambda each: each[0])
         if isinstance(bounds, str):
@@ -184,16 +199,6 @@ class DraftBuilder:
             equal = len(set(bounds)) == 1 and len(set(counts)) == 1
             synchronization = exposed_seconds(synchronization, passes, equal=equal)
         return Draft(pool, list(map(list, rows)), list(bounds), list(counts), costs, synchronization)
-
-    def _arranged(self, pool: SlotPool, places: Rows) -> list[Rows]:
-        """The pipelines with stages by speed and by memory, both ways."""
-        rules: tuple[Callable[[Place], float], ...] = (
-            lambda place: pool.kinds[place[0]].model_seconds,
-            lambda place: pool.kinds[place[0]].memory_bytes,
-        )
-        return [
-            [sorted(row, key=rule, reverse=reverse) for row in places] for rule in rules for reverse in (False, True)
-        ]
 
     def _split(
         self, pool: SlotPool, rows: Rows, counts: Sequence[int], symmetric: bool, below: float

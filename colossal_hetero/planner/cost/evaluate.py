@@ -15,6 +15,7 @@ from .chunked_price import Ranks
 from .layout_line import PlanLayout, layout_of
 from .plan import Plan, Replica, StagePlan
 from .price import Pricer, available_slots, exchanged_places, first_places, look, price
+from .ranked_plan import ROUNDING
 from .runnable import why_not_runnable
 from .simulate import simulate_plan
 
@@ -152,8 +153,6 @@ def _holder(replica: Replica, block: int) -> StagePlan:
 
 
 MAX_EXCHANGES = 2_000
-LEAST_GAIN = 1e-9
-"""Share of the time by which an exchange must be faster, so that rounding is not taken for a gain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +222,7 @@ def evaluate_layout(
 
     def better(plan: Plan) -> Plan | None:
         slowest = max(range(len(plan.replicas)), key=lambda number: plan.replicas[number].pipeline_seconds)
-        limit = _order(plan, 1 - LEAST_GAIN)
+        limit = _order(plan, 1 - ROUNDING)
         for each in priced(exchanged_places(plan.rank_order, slots, slowest)):
             if isinstance(each, Plan) and _order(each) < limit:
                 return each

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 
 import numpy as np
@@ -45,11 +45,13 @@ class GradientTimes:
             self._alike[key] = cache(lambda stage, size: concurrent.seconds(rings[stage], size))
         return self._alike[key]
 
-    def ring_seconds(self, node_kind: NDArray[np.int64], ranks: Sequence[int], size: float, sharing: int) -> float:
-        """Seconds of a ring of these ranks that sums ``size`` bytes; see ``synchronization_seconds``."""
-        nodes = Counter(self.node_of[rank] for rank in ranks)
-        alike = Counter((int(node_kind[node]), count) for node, count in nodes.items())
-        key = (len(nodes) == 1, frozenset(alike.items()), size, sharing)
+    def ring_seconds(
+        self, node_kind: Sequence[int], members: Mapping[int, int], ranks: Sequence[int], size: float, sharing: int
+    ) -> float:
+        """Seconds of a ring of these ranks, so many members in a node, that sums ``size`` bytes; see
+        ``synchronization_seconds``."""
+        alike = tuple(sorted([(node_kind[node], count) for node, count in members.items()]))
+        key = (len(members) == 1, alike, size, sharing)
         if key not in self._rings:
             self._rings[key] = synchronization_seconds(self.topology, ranks, size, sharing)
         return self._rings[key]
@@ -96,19 +98,26 @@ class Summing:
         cuts = sorted(set(itertools.chain.from_iterable(bounds)))
         stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
         spent: Counter[tuple[int, int]] = Counter()
+        kind_of = self._node_kind.tolist()
         for (start, stop), stages in zip(itertools.pairwise(cuts), stage_of.T.tolist(), strict=True):
             ring = [pipeline[stage][0] for pipeline, stage in zip(self._groups, stages, strict=True)]
             count_on = Counter(nodes[stage] for nodes, stage in zip(self._nodes, stages, strict=True))
             # A ring leaves a node once, no matter how many of its members are in the node.
             sharing = self._width * max(math.ceil(slots_on[node] / count) for node, count in count_on.items())
             size = self._total[stop] - self._total[start]
-            seconds = self._times.ring_seconds(self._node_kind, ring, size, sharing)
+            seconds = self._times.ring_seconds(kind_of, count_on, ring, size, sharing)
             for member in enumerate(stages):
                 spent[member] += seconds  # type: ignore[assignment]
         return float(max(spent.values()))
 
 
 # Micro batch division ------------------------------------------------------------------------------------------------
+
+
+def even_end(ends: NDArray[np.float64], steps: NDArray[np.float64], micro_batches: int) -> float:
+    """Time at which pipelines end that get some of so many further micro-batches, if these could be divided."""
+    order = np.argsort(ends, kind="stable")
+    return float(((micro_batches + np.cumsum((ends / steps)[order])) / np.cumsum((1.0 / steps)[order])).min())
 
 
 def divide_micro_batches(
@@ -126,10 +135,7 @@ def divide_micro_batches(
     fewest, steps = np.asarray(minimum), np.maximum(np.asarray(longest), 1e-15)
     ends = np.asarray(fill) + (fewest - 1) * steps
     limits = np.full(len(ends), micro_batches) if most is None else np.asarray(most)
-    # If micro-batches could be divided, all pipelines that get more would end at this time: no whole one ends later.
-    order = np.argsort(ends, kind="stable")
-    left = micro_batches - int(fewest.sum())
-    level = ((left + np.cumsum((ends / steps)[order])) / np.cumsum((1.0 / steps)[order])).min() * (1 - 1e-12)
+    level = even_end(ends, steps, micro_batches - int(fewest.sum())) * (1 - 1e-12)  # no whole micro-batch ends later
     counts = np.minimum(fewest + np.maximum((level - ends) // steps, 0).astype(np.int64), limits)
     following = [
         (end, number)

@@ -77,10 +77,6 @@ class NodeLinks:
             self._seconds.append(channel.seconds(self.message_bytes))
         return self._numbers[channel]
 
-    @property
-    def between(self) -> list[Channel]:
-        return [channel for kind in range(len(self._number)) for channel in self.from_kind(kind)]
-
     def from_kind(self, kind: int) -> list[Channel]:
         """The different channels from a node of this kind, a number in :attr:`node_kind`, to other nodes."""
         numbers = np.unique(self._number[kind, :, 0])
@@ -122,17 +118,12 @@ class NodeLinks:
         least = 2 * width if a == b else width
         channel, share = self.channels[number], 1.0
         for node in (a, b):
-            rate = self._rate(node, kind) or channel.bytes_per_second
+            cards = sum(nic.bytes_per_second for nic in self._nodes[node].nics if nic.kind == kind)
+            rate = (self._nodes[node].inside_bytes_per_second if kind == INSIDE else cards) or channel.bytes_per_second
             share = min(share, rate / (max(load.get((kind, node), 0), least) * channel.bytes_per_second))
         if number >= 0 and share < 1.0:
             number = self.number(channel.limited(share * channel.bytes_per_second))
         return number
-
-    def _rate(self, node: int, kind: str) -> float:
-        """Bandwidth of a node's NICs of a kind, or of its inside; 0 without such a NIC."""
-        if kind == INSIDE:
-            return self._nodes[node].inside_bytes_per_second
-        return sum(nic.bytes_per_second for nic in self._nodes[node].nics if nic.kind == kind)
 
     def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
         """The number of the slowest channel along an axis."""
@@ -160,10 +151,6 @@ class SlotPool:
     @property
     def slots(self) -> int:
         return sum(len(kind.slots) for kind in self.kinds)
-
-    @property
-    def devices(self) -> int:
-        return self.slots * self.tensor_parallel
 
     @property
     def places(self) -> list[Place]:

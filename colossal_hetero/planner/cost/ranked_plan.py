@@ -6,12 +6,13 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..profile.layer_profile import ModelProfile
-from .plan import Plan
+from .plan import Plan, StagePlan
 
 MIN_GAIN = 1.01
 """Factor by which a plan whose replicas are not alike must be faster than one with equal replicas to come before it,
@@ -67,9 +68,6 @@ CERTAIN = 2.0
 DRAWS = 512
 """Half of them are the inverse of the others, so that the mean error is 0."""
 
-Measured = tuple[str, int, int]
-"""Kind of device, tensor-parallel degree and samples that were measured together."""
-
 
 def prediction_error(plan: Plan, profile: ModelProfile) -> float:
     """Relative standard error of the predicted time of an iteration; see [Note: how sure a prediction is]."""
@@ -121,23 +119,31 @@ def _spread(values: NDArray[np.float64]) -> float:
 
 def _logarithms(plan: Plan, profile: ModelProfile) -> NDArray[np.float64]:
     """Logarithms of the time of an iteration for the factors that are drawn, ``[draws]``, up to a constant."""
-    shapes = {(replica.stages, replica.micro_batches): replica for replica in plan.replicas}
+    form = plan.tensor_parallel, plan.micro_batch
+    devices = {stage.device for replica in plan.replicas for stage in replica.stages}
+    factors_of = {device: np.exp(profile.relative_error(device, *form) * _drawn((device, *form))) for device in devices}
     pipelines = []
-    for replica in shapes.values():
-        passes = np.array([stage.forward_seconds + stage.backward_seconds for stage in replica.stages])
-        whole = np.array([stage.micro_batch_seconds for stage in replica.stages])
-        measured = [(stage.device, plan.tensor_parallel, plan.micro_batch) for stage in replica.stages]
-        factors = np.stack([_factors(each, profile) for each in measured])
-        seconds = whole[:, None] + passes[:, None] * (factors - 1.0)
-        update = np.array([stage.update_seconds for stage in replica.stages])[:, None] * factors
-        pipelines.append(seconds.sum(axis=0) + (replica.micro_batches - 1) * seconds.max(axis=0) + update.max(axis=0))
+    for micro_batches, stages in {(each.micro_batches, tuple(map(_times, each.stages))) for each in plan.replicas}:
+        factors = np.stack([factors_of[device] for device, _ in stages])
+        whole, passes, update = np.array([times for _, times in stages]).T[:, :, None]
+        seconds = whole + passes * (factors - 1.0)
+        pipelines.append(
+            seconds.sum(axis=0) + (micro_batches - 1) * seconds.max(axis=0) + (update * factors).max(axis=0)
+        )
     return np.asarray(np.log(np.max(pipelines, axis=0) + plan.synchronization_seconds))
 
 
-def _factors(measured: Measured, profile: ModelProfile) -> NDArray[np.float64]:
-    """Random factors by which times that were measured together may be wrong, ``[draws]``."""
+def _times(stage: StagePlan) -> tuple[str, tuple[float, float, float]]:
+    """Device and seconds: of a micro-batch, of its passes, and of the update."""
+    passes = stage.forward_seconds + stage.backward_seconds
+    return stage.device, (stage.micro_batch_seconds, passes, stage.update_seconds)
+
+
+@cache
+def _drawn(measured: tuple[str, int, int]) -> NDArray[np.float64]:
+    """Random logarithms of the factors for a kind of device, degree and samples with a relative error of 1."""
     half = np.random.default_rng(zlib.crc32(repr(measured).encode())).normal(size=DRAWS // 2)
-    return np.exp(profile.relative_error(*measured) * np.concatenate([half, -half]))
+    return np.concatenate([half, -half])
 
 
 def _complexity(plan: Plan) -> tuple[bool, bool, bool, int, int, bool, int]:

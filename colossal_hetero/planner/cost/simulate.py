@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ...common.text import spans
 from .pass_order import Pass, PassOrder, chunked_order, one_forward_one_backward
-from .plan import Plan, Replica, StagePlan
+from .plan import Plan, Replica
 
 Transfers = Literal["blocking", "overlapped"]
 
@@ -292,19 +292,18 @@ def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
 def _slowed_replica(plan: Plan, replica: Replica, slow: Mapping[int, float]) -> Replica:
     if not any(rank in slow for stage in replica.stages for rank in stage.ranks):
         return replica
-    stages = tuple(_slowed_stage(stage, max(slow.get(rank, 1.0) for rank in stage.ranks)) for stage in replica.stages)
+    stages = []
+    work = ("forward_seconds", "backward_seconds", "schedule_seconds")
+    for stage in replica.stages:
+        factor = max(slow.get(rank, 1.0) for rank in stage.ranks)
+        chunks = [
+            each.model_copy(update={name: getattr(each, name) * factor for name in work}) for each in stage.chunks
+        ]
+        seconds = {name: getattr(stage, name) * factor for name in (*work, "update_seconds")}
+        stages.append(stage.model_copy(update={**seconds, "chunks": tuple(chunks)}))
+    replica = replica.model_copy(update={"stages": tuple(stages)})
     if plan.schedule != "1f1b":
-        replica = replica.model_copy(update={"stages": stages})
         return replica.model_copy(update={"pipeline_seconds": _timeline(plan, replica).seconds})
     times = [stage.micro_batch_seconds for stage in stages]
-    seconds = sum(times) + (replica.micro_batches - 1) * max(times) + max(stage.update_seconds for stage in stages)
-    return replica.model_copy(update={"stages": stages, "pipeline_seconds": seconds})
-
-
-def _slowed_stage(stage: StagePlan, factor: float) -> StagePlan:
-    work = ("forward_seconds", "backward_seconds", "schedule_seconds")
-    chunks = tuple(
-        chunk.model_copy(update={name: getattr(chunk, name) * factor for name in work}) for chunk in stage.chunks
-    )
-    seconds = {name: getattr(stage, name) * factor for name in (*work, "update_seconds")}
-    return stage.model_copy(update={**seconds, "chunks": chunks})
+    whole = sum(times) + (replica.micro_batches - 1) * max(times) + max(stage.update_seconds for stage in stages)
+    return replica.model_copy(update={"pipeline_seconds": whole})

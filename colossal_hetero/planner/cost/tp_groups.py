@@ -6,12 +6,10 @@ A *slot* is a tensor-parallel group of devices of one kind in one node; it can r
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,10 +59,10 @@ class SlotKind:
     @cached_property
     def models_in_memory(self) -> float:
         """Number of models that a slot's memory holds, with their state and one micro-batch's activations."""
-        forms = [(self.costs, self.memory_bytes), self.recomputed_in_pipeline(2)]
+        forms = ((self.costs, self.memory_bytes), self.recomputed_in_pipeline(2))
         return max(
             memory / max(float(costs.state_bytes.sum() + costs.activation_bytes.sum()), 1e-300)
-            for costs, memory in (form for form in forms if form is not None)
+            for costs, memory in filter(None, forms)
         )
 
     @cached_property
@@ -78,11 +76,8 @@ class SlotKind:
         return float(self.block_seconds.sum())
 
 
-class GroupForm(NamedTuple):
-    device: str
-    speed: float
-    """Of the slowest member."""
-    training_speed: float | None
+GroupForm = tuple[str, float, float | None]
+"""Device, speed of the slowest member, and training speed."""
 
 
 def tensor_parallel_degrees(topology: Topology, profile: ModelProfile) -> list[int]:
@@ -109,7 +104,7 @@ def tensor_parallel_groups(topology: Topology, degree: int) -> Mapping[GroupForm
             for start in range(0, len(ranks) - degree + 1, degree):
                 group = tuple(ranks[start : start + degree])
                 speed = min(topology.devices[rank].speed for rank in group)
-                form = GroupForm(name, speed, topology.devices[group[0]].training_speed)
+                form = name, speed, topology.devices[group[0]].training_speed
                 groups.setdefault(form, []).append(tuple(sorted(group)))
     return {form: tuple(each) for form, each in groups.items()}
 
@@ -145,19 +140,23 @@ def compositions(seconds: Sequence[float], available: Sequence[int], max_stages:
     with the most counts, down to about :data:`MIN_CHOICES`. If that is not enough (devices that are throttled to many
     different speeds), the kinds with the most similar speeds count as one, of which a pipeline has the fastest slots.
     """
-    merges = _merges(seconds)
+    groups = [range(kind, kind + 1) for kind in range(len(seconds))]
+    logarithms = np.log(np.maximum(seconds, 1e-300))
 
-    def merged(count: int) -> list[range]:
-        starts = sorted(set(range(len(seconds))) - set(merges[:count]))
-        return [range(start, end) for start, end in pairwise([*starts, len(seconds)])]
+    def counts_of(group: range) -> NDArray[np.int64]:
+        return np.arange(min(sum(available[kind] for kind in group), max_stages) + 1)
 
-    # With fewer groups there are fewer compositions, so the smallest number of merges can be bisected.
-    needed = bisect_left(
-        range(len(seconds)), True, key=lambda n: _choices(merged(n), available, max_stages) is not None
-    )
-    groups = merged(needed)
-    choices = _choices(groups, available, max_stages)
-    assert choices is not None, "one group has few compositions"
+    choices = list(map(counts_of, groups))
+    while number_of_compositions(choices, max_stages) > MAX_COMPOSITIONS:
+        longest = max(range(len(choices)), key=lambda group: len(choices[group]))
+        kept, half = choices[longest], len(choices[longest]) // 2
+        if len(kept) > MIN_CHOICES:
+            choices[longest] = np.unique(np.concatenate([kept[:half], kept[half::2], kept[-1:]]))
+        else:
+            similar = [logarithms[one[0]] - logarithms[other[-1]] for one, other in pairwise(groups)]
+            first = int(np.argmin(similar))
+            groups[first : first + 2] = [range(groups[first].start, groups[first + 1].stop)]
+            choices = list(map(counts_of, groups))
     rows = np.zeros((1, 0), dtype=np.int64)
     for choice in choices:
         rows = np.concatenate([np.repeat(rows, len(choice), axis=0), np.tile(choice, len(rows))[:, None]], axis=1)
@@ -171,33 +170,6 @@ def compositions(seconds: Sequence[float], available: Sequence[int], max_stages:
             counts[kind] = np.minimum(left, available[kind])
             left -= counts[kind]
     return np.asarray(counts.T)
-
-
-def _merges(seconds: Sequence[float]) -> list[int]:
-    """The order in which neighboring kinds are merged, the most similar first: the first kind of the second group."""
-    logarithms = np.log(np.maximum(seconds, 1e-300))
-    starts, merges = list(range(len(seconds))), []
-    while len(starts) > 1:
-        last = np.array([*starts[2:], len(seconds)]) - 1
-        merges.append(starts.pop(int(np.argmin(logarithms[starts[:-1]] - logarithms[last])) + 1))
-    return merges
-
-
-def _choices(groups: Sequence[range], available: Sequence[int], max_stages: int) -> list[NDArray[np.int64]] | None:
-    """The counts of each group that compositions may have, or None if there would still be too many compositions."""
-    # Every group keeps at least the counts 0 and 1.
-    if number_of_compositions([np.arange(2)] * len(groups), max_stages) > MAX_COMPOSITIONS:
-        return None
-    caps = [min(sum(available[kind] for kind in group), max_stages) for group in groups]
-    choices = [np.arange(cap + 1) for cap in caps]
-    while number_of_compositions(choices, max_stages) > MAX_COMPOSITIONS:
-        longest = max(range(len(choices)), key=lambda group: len(choices[group]))
-        kept = choices[longest]
-        if len(kept) <= MIN_CHOICES:
-            return None
-        half = len(kept) // 2
-        choices[longest] = np.unique(np.concatenate([kept[:half], kept[half::2], kept[-1:]]))
-    return choices
 
 
 def number_of_compositions(choices: Sequence[NDArray[np.int64]], max_stages: int) -> float:

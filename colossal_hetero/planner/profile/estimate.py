@@ -96,11 +96,13 @@ def estimated_profile(
     for what, values in (("micro_batches", micro_batches), ("tensor_parallel", tensor_parallel)):
         if min(values, default=0) < 1:
             raise ValueError(f"{what}={tuple(values)}; give numbers of at least 1")
+    each = ", ".join(f"{share:g} ({name})" for name, share in reached.items())
+    words = each if len(set(reached.values())) > 1 else f"{next(iter(reached.values())):g}"
     return ModelProfile(
         name=f"gpt-{model.layers}x{model.hidden}",
         precision="bf16",
         state_factor=STATE_FACTOR,
-        source=f"estimated from FLOP at {_in_words(reached)} of nominal FLOP/s",
+        source=f"estimated from FLOP at {words} of nominal FLOP/s",
         times=tuple(
             _times(model, device, degree, size, reached[device.name])
             for device in devices
@@ -109,12 +111,6 @@ def estimated_profile(
         ),
         sizes=tuple(_sizes(model, degree) for degree in sorted(set(tensor_parallel))),
     )
-
-
-def _in_words(reached: Mapping[str, float]) -> str:
-    if len(set(reached.values())) == 1:
-        return f"{next(iter(reached.values())):g}"
-    return ", ".join(f"{share:g} ({name})" for name, share in reached.items())
 
 
 def _times(model: Transformer, device: DeviceKind, degree: int, size: int, efficiency: float) -> LayerTimes:

@@ -53,15 +53,23 @@ def on_links(profile: ModelProfile, topology: Topology) -> ModelProfile:
     sizes = {each.tensor_parallel: each for each in profile.sizes if each.forward_sums or each.backward_sums}
     if not sizes:
         return profile
-    times = tuple(_with_sums(each, sizes.get(each.tensor_parallel), topology) for each in profile.times)
+    times = tuple(
+        _with_sums(each, sizes[each.tensor_parallel], topology) if each.tensor_parallel in sizes else each
+        for each in profile.times
+    )
     known = tuple(each.model_copy(update={"forward_sums": (), "backward_sums": ()}) for each in profile.sizes)
     return profile.model_copy(update={"times": times, "sizes": known})
 
 
-def _with_sums(times: LayerTimes, sizes: LayerSizes | None, topology: Topology) -> LayerTimes:
-    if sizes is None:
-        return times
-    seconds = _sum_seconds(times, max(sizes.output_bytes) * times.micro_batch, topology)
+def _with_sums(times: LayerTimes, sizes: LayerSizes, topology: Topology) -> LayerTimes:
+    """The times with those of the sums over a group, on the slowest node that has such groups."""
+    degree, seconds = times.tensor_parallel, 0.0
+    for node in topology.nodes:
+        kinds = {topology.devices[device].kind.name for device in node.devices}
+        if degree > 1 and len(node.devices) >= degree and times.device in kinds:
+            group, groups = node.devices[:degree], len(node.devices) // degree
+            sent = max(sizes.output_bytes) * times.micro_batch
+            seconds = max(seconds, synchronization_seconds(topology, group, sent, sharing=groups))
     forward = zip(times.forward_seconds, sizes.forward_sums, strict=True)
     backward = zip(times.backward_seconds, sizes.backward_sums, strict=True)
     changes = {
@@ -69,15 +77,3 @@ def _with_sums(times: LayerTimes, sizes: LayerSizes | None, topology: Topology) 
         "backward_seconds": tuple(own + count * seconds for own, count in backward),
     }
     return times.model_copy(update=changes)
-
-
-def _sum_seconds(times: LayerTimes, sum_bytes: float, topology: Topology) -> float:
-    """Seconds of a sum over the group, on the slowest node that has such groups; 0 if there is none."""
-    degree, slowest = times.tensor_parallel, 0.0
-    for node in topology.nodes:
-        kinds = {topology.devices[device].kind.name for device in node.devices}
-        if degree > 1 and len(node.devices) >= degree and times.device in kinds:
-            groups = len(node.devices) // degree
-            seconds = synchronization_seconds(topology, node.devices[:degree], sum_bytes, sharing=groups)
-            slowest = max(slowest, seconds)
-    return slowest

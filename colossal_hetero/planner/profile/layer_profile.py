@@ -112,7 +112,6 @@ class LayerSizes(_ByLayer):
     """By layer: needed for a moment beside what is kept, per sample. Empty: :data:`TEMPORARY_SHARE` of activations."""
     fixed_temporary_bytes: tuple[ByteCount, ...] = ()
     """By layer: needed for a moment in addition, for any micro-batch, such as gradients before they are added."""
-
     forward_sums: tuple[ByteCount, ...] = ()
     """By layer: sums in a forward pass that ``times`` do not contain, each of the largest of ``output_bytes``."""
     backward_sums: tuple[ByteCount, ...] = ()

@@ -50,16 +50,14 @@ def launch_lines(plan: Plan) -> list[str]:
         )
     if len(nodes) == 1:
         return [*lines, f"torchrun --nproc-per-node {len(used)} train.py"]
-    several = (
-        f"torchrun --nnodes {len(nodes)} --node-rank {{}} --nproc-per-node {{}} --master-addr {nodes[0][0]} train.py"
-    )
+    line = f"torchrun --nnodes {len(nodes)} --node-rank {{}} --nproc-per-node {{}} --master-addr {nodes[0][0]} train.py"
     for ranks, group in itertools.groupby(enumerate(nodes), key=lambda each: each[1][1]):
         members = [(index, name) for index, (name, _) in group]
         (start, first), (stop, last) = members[0], members[-1]
         if len(members) > MAX_NODES:
-            lines.append(f"{several.format('$N', ranks)}  # on {first}, …, {last}: N = {start}, …, {stop}")
+            lines.append(f"{line.format('$N', ranks)}  # on {first}, …, {last}: N = {start}, …, {stop}")
         else:
-            lines += [f"{several.format(index, ranks)}  # on {name}" for index, name in members]
+            lines += [f"{line.format(index, ranks)}  # on {name}" for index, name in members]
     return lines
 
 

@@ -220,12 +220,8 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     # A plan that is faster by less than a hundredth shows why it is not the first.
     shown = [f"{ratio:.2f}" if round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}" for ratio in ratios]
     several = len({plan.precision for plan in plans}) > 1
-    columns = [
-        word_column(""),
-        word_column("layout", 3),
-        number_column(f"iteration\n[{unit}]"),
-        number_column("× best\ntime"),
-    ]
+    columns = [word_column(""), word_column("layout", 3)]
+    columns += map(number_column, (f"iteration\n[{unit}]", "× best\ntime"))
     lines = []
     for index, each in enumerate(ranked):
         precision = f" · {each.plan.precision}" if several else ""
@@ -324,13 +320,9 @@ def render_comparison(plans: Sequence[tuple[str, EvaluatedPlan]]) -> RenderableT
         [each.plan.iteration_seconds for _, each in plans], [each.simulated_seconds for _, each in plans]
     )
     priced = all(each.cost is not None for _, each in plans)
-    columns = [word_column("plan"), number_column(f"formula\n[{unit}]"), number_column(f"simulation\n[{unit}]")]
-    columns += [
-        number_column("× best\ntime"),
-        number_column("samples/s"),
-        *([number_column("$ / 1,000\niterations")] if priced else []),
-    ]
-    columns += [number_column("memory\nleft"), word_column("devices"), word_column("layout", 1)]
+    titles = [f"formula\n[{unit}]", f"simulation\n[{unit}]", "× best\ntime", "samples/s"]
+    titles += [*(["$ / 1,000\niterations"] if priced else []), "memory\nleft"]
+    columns = [word_column("plan"), *map(number_column, titles), word_column("devices"), word_column("layout", 1)]
     lines = []
     for number, (name, each) in enumerate(plans):
         ratio = each.plan.iteration_seconds / plans[best][1].plan.iteration_seconds
@@ -368,28 +360,20 @@ def render_front(
 ) -> Table:
     """A row for each point, the fastest first; the chosen one is bold. ``samples`` are those of the whole training."""
     unit, seconds = times([point.seconds for point in front])
-    columns = [
-        word_column("nodes"),
-        number_column(f"iteration\n[{unit}]"),
-        number_column("$ / hour"),
-        number_column("$ / 1,000\niterations"),
-    ]
-    columns += [] if samples is None else [number_column("training\n[h]"), number_column("training\n[$]")]
+    titles = [f"iteration\n[{unit}]", "$ / hour", "$ / 1,000\niterations"]
+    titles += [] if samples is None else ["training\n[h]", "training\n[$]"]
     lines = []
     for point, iteration in zip(front, seconds, strict=True):
-        cells = [nodes_in_words(point, types), iteration, f"{point.cost.dollars_per_hour:,.2f}"]
+        nodes = [f"{number} × {each.name}" for each, number in zip(types, point.nodes, strict=True) if number]
+        cells = [", ".join(nodes), iteration, f"{point.cost.dollars_per_hour:,.2f}"]
         cells.append(_dollars(1000 * point.dollars))
         if samples is not None:
             iterations = samples / point.plan.global_batch
             cells += [f"{iterations * point.seconds / HOUR:,.1f}", _dollars(iterations * point.dollars)]
         lines.append([*cells, layout(point.plan)])
     bold = next(number for number, point in enumerate(front) if point is chosen)
-    return make_table([*columns, word_column("layout", 1)], lines, {bold: "bold"})
-
-
-def nodes_in_words(point: FrontPoint, types: Sequence[NodeType]) -> str:
-    """``2 × a100, 1 × v100``."""
-    return ", ".join(f"{number} × {each.name}" for each, number in zip(types, point.nodes, strict=True) if number)
+    columns = [word_column("nodes"), *map(number_column, titles), word_column("layout", 1)]
+    return make_table(columns, lines, {bold: "bold"})
 
 
 def _dollars(amount: float) -> str:
@@ -401,11 +385,8 @@ def _dollars(amount: float) -> str:
 
 def render_profile(profile: ModelProfile) -> RenderableType:
     """Times by kind of device: blocks, layers before and after them, a pipeline's schedule; below, memory per block."""
-    columns = [
-        word_column("device"),
-        *map(number_column, ("ranks", "tp", "micro-batch\n[samples]", "before blocks\n[ms]")),
-    ]
-    columns += map(number_column, ("per block\n[ms]", "after blocks\n[ms]", "all, per sample\n[ms]", "update\n[ms]"))
+    titles = ["ranks", "tp", "micro-batch\n[samples]", "before blocks\n[ms]", "per block\n[ms]", "after blocks\n[ms]"]
+    titles += ["all, per sample\n[ms]", "update\n[ms]", "schedule, per cut\n[ms]"]
     lines: list[Sequence[str] | None] = []
     for device, of_device in itertools.groupby(profile.times, key=lambda each: each.device):
         ranks = [rank for rank, each in enumerate(profile.rank_devices) if each == device]
@@ -413,7 +394,7 @@ def render_profile(profile: ModelProfile) -> RenderableType:
             lines.append((device, short_ranks(ranks) if ranks else "–", *_measured(profile, each)))
         lines.append(None)
     title = Text(f"{profile.name}, {profile.precision}: forward plus backward pass, and optimizer step")
-    table = make_table([*columns, number_column("schedule, per cut\n[ms]")], lines)
+    table = make_table([word_column("device"), *map(number_column, titles)], lines)
     return Group(title, table, *map(Text, _sizes(profile)))
 
 

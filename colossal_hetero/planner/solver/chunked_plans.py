@@ -25,12 +25,12 @@ class ChunkedPlans:
     def __init__(self, problem: Problem) -> None:
         self.topology, self.profile = problem.topology, problem.profile
         self.global_batch, self.method = problem.global_batch, problem.method
-        self.kinds: list[tuple[Schedule, int]] = []
+        self.kinds: list[tuple[Schedule, int]] = [
+            (schedule, number)
+            for schedule in problem.schedules
+            for number in {"1f1b": (), "interleaved": problem.model_chunks, "zbv": (2,)}[schedule]
+        ]
         """Schedules with numbers of chunks per stage."""
-        for schedule in problem.schedules:
-            if schedule != "1f1b":
-                chunks = problem.model_chunks if schedule == "interleaved" else (2,)
-                self.kinds += [(schedule, number) for number in chunks]
         self.problems: dict[Schedule, str] = {}
 
     def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:

@@ -41,27 +41,21 @@ def reason(plan: Plan, ranked: Sequence[Plan], worked_out: int) -> str:
         plans = f"of the {count(worked_out, 'plan')} that were worked out"
         is_fastest = min(each.iteration_seconds for each in ranked) >= best.iteration_seconds * (1 - ROUNDING)
         return f"the shortest predicted iteration {plans}" if is_fastest else f"the simplest within 1 % {plans}"
-    slower = compared(plan.iteration_seconds, best.iteration_seconds, _not_as_simple(plan))
+    less_simple = "it uses ZeRO stage 1" if plan.zero_stage else "it recomputes"
+    less_simple = less_simple if plan.symmetric else "its replicas are not alike"
+    slower = compared(plan.iteration_seconds, best.iteration_seconds, less_simple)
     parts, best_parts = time_parts(plan), time_parts(best)
     more = {cause: parts[cause] - best_parts[cause] for cause in parts}
     cause = max(more, key=lambda each: more[each])
     if plan.iteration_seconds < best.iteration_seconds or more[cause] <= ROUNDING * best.iteration_seconds:
         return slower
-    what = _longest_stage(plan) if cause == LONGEST else cause
+    what = cause
+    if cause == LONGEST:
+        replica = slowest_replica(plan)
+        number, stage = max(enumerate(replica.stages), key=lambda each: each[1].micro_batch_seconds)
+        blocks = " + ".join(f"{start} to {stop - 1}" for start, stop in stage.block_ranges)
+        what = f"{count(replica.micro_batches, 'micro-batch')} in stage {number} ({stage.device}, blocks {blocks})"
     return f"{slower}: {what}, {duration(parts[cause])} instead of {duration(best_parts[cause])}"
-
-
-def _longest_stage(plan: Plan) -> str:
-    replica = slowest_replica(plan)
-    number, stage = max(enumerate(replica.stages), key=lambda each: each[1].micro_batch_seconds)
-    blocks = " + ".join(f"{start} to {stop - 1}" for start, stop in stage.block_ranges)
-    return f"{count(replica.micro_batches, 'micro-batch')} in stage {number} ({stage.device}, blocks {blocks})"
-
-
-def _not_as_simple(plan: Plan) -> str:
-    if not plan.symmetric:
-        return "its replicas are not alike"
-    return "it uses ZeRO stage 1" if plan.zero_stage else "it recomputes"
 
 
 # No plan -------------------------------------------------------------------------------------------------------------

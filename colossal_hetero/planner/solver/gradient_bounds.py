@@ -27,6 +27,12 @@ from ..cluster.topology import Topology
 from ..cost.placement import SlotPool
 
 
+def slots_by_node(topology: Topology, pool: SlotPool) -> NDArray[np.int64]:
+    """Numbers of slots, ``[nodes, kinds]``."""
+    nodes = [[topology.devices[ranks[0]].node for ranks in kind.slots] for kind in pool.kinds]
+    return np.stack([np.bincount(each, minlength=len(topology.nodes)) for each in nodes], axis=1)
+
+
 class GradientBounds:
     """Lower bounds for the slots of one pool, see [Note: a lower bound on sums of gradients]."""
 
@@ -35,12 +41,8 @@ class GradientBounds:
         self._width = pool.tensor_parallel
         sizes = np.sort(pool.kinds[0].costs.gradient_bytes)
         self._bytes = np.concatenate([[0.0], np.cumsum(sizes)])
-        by_kind = np.zeros((len(topology.nodes), len(pool.kinds)), dtype=np.int64)
-        for kind, each in enumerate(pool.kinds):
-            for ranks in each.slots:
-                by_kind[topology.devices[ranks[0]].node, kind] += 1
-        self._by_kind = by_kind
-        self._slots = by_kind.sum(axis=1)
+        self._by_kind = slots_by_node(topology, pool)
+        self._slots = self._by_kind.sum(axis=1)
         self._channel, self._cards = self._rates()
 
     @property
@@ -76,18 +78,16 @@ class GradientBounds:
 
     def message_seconds(self, message_bytes: float) -> float:
         """Seconds of a message of every device of a slot to another node; infinite if there is no link."""
-        return self._latency + message_bytes / self._slot_rate if self._slot_rate > 0 else np.inf
-
-    @cached_property
-    def _slot_rate(self) -> float:
-        """Most bytes per second that each device of a slot sends to another node."""
-        return float(np.minimum(self._channel, self._cards / self._width)[self._slots > 0].max())
+        rate = float(np.minimum(self._channel, self._cards / self._width)[self._slots > 0].max())
+        return self._latency + message_bytes / rate if rate > 0 else np.inf
 
     @cached_property
     def _latency(self) -> float:
         """Smallest between nodes, in seconds."""
-        cards = [nic for node in self._topology.nodes for nic in node.nics]
-        return min((channel.latency_seconds for channel in (*cards, *self._pool.links.between)), default=0.0)
+        links = self._pool.links
+        channels = [nic for node in self._topology.nodes for nic in node.nics]
+        channels += [channel for kind in np.unique(links.node_kind).tolist() for channel in links.from_kind(kind)]
+        return min((channel.latency_seconds for channel in channels), default=0.0)
 
     def _rates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Bytes per second of the fastest channel to another node, and of all NICs of a node together; 0 without."""

@@ -31,7 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.placement import SlotPool
-from ..cost.tp_groups import SlotKind, compositions, number_of_compositions
+from ..cost.ranked_plan import ROUNDING
+from ..cost.tp_groups import compositions, number_of_compositions
 from .gradient_bounds import GradientBounds
 from .pipeline_bounds import PipelineBounds, RelaxedPool, least_kind, smallest_message
 
@@ -111,9 +112,6 @@ def _column(counts: Floats, rows: int, number: int) -> Floats:
 # any prices λ ≥ 0. So prices of one time also prove a bound for others.
 
 
-ROUNDING = 1e-9
-
-
 @dataclass(frozen=True, eq=False)
 class PipelineTypes:
     counts: Floats
@@ -183,17 +181,10 @@ def few_kinds(pool: SlotPool) -> SlotPool:
             break
         times = np.log(np.maximum([kind.model_seconds for kind in merged], 1e-300))
         first = int(np.argmin(np.abs(np.diff(times))))
-        merged[first : first + 2] = [_merged(merged[first], merged[first + 1])]
+        one, other = merged[first : first + 2]
+        usable, slots = max(one.usable_bytes, other.usable_bytes), (*one.slots, *other.slots)
+        merged[first : first + 2] = [replace(least_kind(one, other), usable_bytes=usable, slots=slots)]
     return replace(pool, kinds=tuple(merged))
-
-
-def _merged(one: SlotKind, other: SlotKind) -> SlotKind:
-    return replace(
-        least_kind(one, other),
-        device=f"{one.device} or {other.device}",
-        usable_bytes=max(one.usable_bytes, other.usable_bytes),
-        slots=(*one.slots, *other.slots),
-    )
 
 
 PRECISION = 1e-3
@@ -222,16 +213,10 @@ class _Range:
     """True if ``passes`` is the result of linear programming."""
 
 
-class _Held(NamedTuple):
-    bounds: PipelineBounds
-    fits: NDArray[np.bool_]
-    """True for types of pipelines that may hold the model, ``[types]``."""
-
-
 class _Pool:
     def __init__(self, relaxed: RelaxedPool) -> None:
         pool = few_kinds(relaxed.of(relaxed.most_pipelines))
-        self._relaxed, self._by_pool = relaxed, dict[SlotPool, _Held]()
+        self._relaxed, self._held = relaxed, dict[SlotPool, tuple[PipelineBounds, NDArray[np.bool_]]]()
         self.total = pool.total_micro_batches
         self.available = np.array([len(kind.slots) for kind in pool.kinds])
         self.bounds = PipelineBounds(pool)
@@ -275,7 +260,10 @@ class _Pool:
             if most > 1:
                 yield replace(part, pipelines=(2, most), blocks=(1, high), inside=frozenset(), exactly=True)
             for pipelines in range(2, min(most, self.gradients.slots_in_a_node) + 1):
-                yield replace(part, pipelines=(pipelines, pipelines), inside=self._kinds_inside(pipelines))
+                # Kinds that may have a node in which all pipelines have a slot.
+                inside = (self.gradients.most_in_a_node >= pipelines) | (not self._tells_kinds)
+                kinds = frozenset(np.flatnonzero(inside).tolist())
+                yield replace(part, pipelines=(pipelines, pipelines), inside=kinds)
             return
         begin = self.sums(part)
         by_pipelines = self.sums(replace(part, pipelines=(most, most))) - begin
@@ -286,17 +274,12 @@ class _Pool:
             yield replace(part, pipelines=(middle + 1, most))
         elif part.inside and not part.exactly and self._tells_kinds:
             for number in range(1, len(part.inside) + 1):
-                for kinds in itertools.combinations(sorted(part.inside), number):
-                    yield replace(part, inside=frozenset(kinds), exactly=True)
+                for some in itertools.combinations(sorted(part.inside), number):
+                    yield replace(part, inside=frozenset(some), exactly=True)
         elif low < high and by_blocks > PRECISION * part.passes:
             middle = (low + high) // 2
             yield replace(part, blocks=(low, middle))
             yield replace(part, blocks=(middle + 1, high))
-
-    def _kinds_inside(self, pipelines: int) -> frozenset[int]:
-        """Kinds that may have a node in which all pipelines have a slot."""
-        enough = self.gradients.most_in_a_node >= pipelines
-        return frozenset(np.flatnonzero(enough | (not self._tells_kinds)).tolist())
 
     @property
     def _tells_kinds(self) -> bool:
@@ -310,12 +293,16 @@ class _Pool:
             most[[kind for kind in range(kinds) if kind not in part.inside]] = part.blocks[1]
             if part.exactly:
                 needed[list(part.inside)] = 1
-        held = self._held_by(part.pipelines[1])
-        key = id(held), most.tobytes(), needed.tobytes()
+        pool = self._relaxed.of(part.pipelines[1])
+        if pool not in self._held:
+            bounds = PipelineBounds(few_kinds(pool))
+            self._held[pool] = bounds, bounds.fits(self._compositions, self._compositions.sum(axis=1))
+        bounds, fits = self._held[pool]
+        key = pool, most.tobytes(), needed.tobytes()
         if key not in self._types:
-            able = held.fits & (self._compositions >= needed).all(axis=1)
+            able = fits & (self._compositions >= needed).all(axis=1)
             counts = self._compositions[able]
-            first, further = held.bounds.options(counts, most)
+            first, further = bounds.options(counts, most)
             stages, nodes = counts.sum(axis=1), np.maximum(self._nodes(counts), 1)
             more = min(max(self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds, 0.0), NO_LINK)
             first = first + 2 * more * (nodes - 1)
@@ -327,14 +314,6 @@ class _Pool:
             least = self._compositions.sum(axis=1)
             self._types[key] = PipelineTypes(self._counts, first_of_all, further_of_all, least, self.total)
         return self._types[key]
-
-    def _held_by(self, pipelines: int) -> _Held:
-        pool = self._relaxed.of(pipelines)
-        if pool not in self._by_pool:
-            bounds = PipelineBounds(few_kinds(pool))
-            counts = self._compositions
-            self._by_pool[pool] = _Held(bounds, bounds.fits(counts, counts.sum(axis=1)))
-        return self._by_pool[pool]
 
     def _nodes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Least number of nodes of pipelines of these compositions, ``[types]``."""

@@ -16,13 +16,10 @@ import numpy as np
 from ..cost.draft import Draft
 from ..cost.placed_pipelines import PlacedPipelines, Rows
 from ..cost.placement import Place
-from ..cost.ranked_plan import ranking_seconds
+from ..cost.ranked_plan import ROUNDING, ranking_seconds
 from ..stages.fixed_order import all_bounds
 from .pipeline_bounds import PipelineBounds
 from .starts import SMALL, starting_rows
-
-LEAST_GAIN = 1e-9
-"""Relative gain of a change, above rounding."""
 
 _Neighbors = Callable[..., Iterator[tuple[Rows, bool]]]
 """Rows near a draft, and True for those whose stages keep their order."""
@@ -53,15 +50,15 @@ class Neighborhood:
         self._ends: dict[object, Draft] = {}
         """Where a climb ends, by the neighbors and the slots that it went on from."""
 
-    def starts(self, pipelines: int, stages: int, most: int = 3) -> list[Draft]:
-        """The fastest of some ways to give out the slots to equal pipelines, ``most`` of those that fit in memory."""
+    def starts(self, pipelines: int, stages: int, most: int = 3, below: float = math.inf) -> list[Draft]:
+        """The fastest of some ways to give out the slots to equal pipelines, ``most`` of those ``below`` a time."""
         found: list[Draft] = []
         seen = set()
         for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
             look = self._placed.look(rows)
             if look not in seen:
                 seen.add(look)
-                draft = self._placed.best(rows, found[-1].seconds if len(found) == most else float("inf"))
+                draft = self._placed.best(rows, found[-1].seconds if len(found) == most else below)
                 found = sorted([*found, *([draft] if draft else [])], key=lambda each: each.seconds)[:most]
         return found
 
@@ -83,7 +80,21 @@ class Neighborhood:
             self._of(len(start.rows)).improved(start, most, equal=equal)
             for start in sorted(slower, key=lambda each: each.ranking_seconds)[:starts]
         ]
-        return min([draft, *ends], key=lambda each: each.ranking_seconds)
+        ends.append(draft if equal else self._evened(draft, most, near))
+        return min(ends, key=lambda each: each.ranking_seconds)
+
+    def _evened(self, draft: Draft, most: int, near: float) -> Draft:
+        """``draft``, or a faster one that is reached over neighbors, each at most ``near`` times as slow, that would be
+        faster if micro-batches could be divided: with few of them, it may take several changes until the slowest
+        pipeline has one less."""
+        best, seen = draft, set[object]()
+        found: Draft | None = draft
+        while found is not None:
+            draft, best = found, min(best, found, key=lambda each: each.ranking_seconds)
+            slower, below = self._better_ones(draft, most, Neighborhood._moved, seen, near), draft.even_seconds
+            found = next((each for each in slower if each.even_seconds < below * (1 - ROUNDING)), None)
+        ends = [self._of(len(each.rows)).improved(each, most, equal=False) for each in (best, draft)]
+        return min(ends, key=lambda each: each.ranking_seconds)
 
     def _climbed(self, draft: Draft, most: int, neighbors: _Neighbors) -> Draft:
         """The last of drafts of which each is the first better one among ``most`` neighbors of the one before. Ends
@@ -125,7 +136,7 @@ class Neighborhood:
     # Equal pipelines ------------------------------------------------------------------------------------------------
 
     def _better_equal(self, draft: Draft, rows: Rows, in_order: bool, factor: float = 1.0) -> Draft | None:
-        below, bounds, stages = draft.seconds * factor * (1 - LEAST_GAIN), draft.bounds[0], len(rows[0])
+        below, bounds, stages = draft.seconds * factor * (1 - ROUNDING), draft.bounds[0], len(rows[0])
         chooses = self.builder.chooses_cuts
         # With too many cuts to try them all, neighbors keep the present one, except for orders of a few stages.
         few = not chooses or math.comb(stages, 2) <= SMALL
@@ -196,7 +207,7 @@ class Neighborhood:
         if not self._bounds.may_run(kinds, self.pool.total_micro_batches, below):
             return None
         found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below)
-        return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
+        return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - ROUNDING) else None
 
     def _moved(self, draft: Draft, factor: float) -> Iterator[tuple[Rows, bool]]:
         """Rows after each change that is allowed and may be faster."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,8 +20,10 @@ from ..cluster.topology import Device, Node, Topology
 from ..cost.evaluate import HOUR, PlanCost, check_prices, plan_cost
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
+from ..cost.ranked_plan import ROUNDING
 from ..cost.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
+from .gradient_bounds import slots_by_node
 from .pipeline_bounds import PipelineBounds, RelaxedPool
 from .problem import Problem
 from .search import search
@@ -125,7 +127,7 @@ def time_bounds(
 def _of_pool(
     topology: Topology, pool: SlotPool, types: Sequence[NodeType], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    slots = counts @ _slots_per_node(topology, pool, types)
+    slots = counts @ slots_by_node(topology, pool)[[each.nodes[0] for each in types]]
     bounds = PipelineBounds(pool)
     work, present, held = bounds.work_seconds, slots > 0, bounds.blocks_per_stage
     whole = np.asarray((present & bounds.hold_the_model).any(axis=1))  # a pipeline of one stage needs more memory
@@ -140,24 +142,10 @@ def _of_pool(
     return found
 
 
-def _slots_per_node(topology: Topology, pool: SlotPool, types: Sequence[NodeType]) -> NDArray[np.int64]:
-    """Slots in a node, ``[types, kinds]``."""
-    type_of = {number: place for place, each in enumerate(types) for number in each.nodes[:1]}
-    slots = np.zeros((len(types), len(pool.kinds)), dtype=np.int64)
-    for kind, each in enumerate(pool.kinds):
-        for ranks in each.slots:
-            place = type_of.get(topology.devices[ranks[0]].node)
-            if place is not None:
-                slots[place, kind] += 1
-    return slots
-
-
 Objective = Literal["time", "cost"]
 
 PER_CHOICE = 3
 """Plans that are kept for each choice of nodes; they may leave nodes out."""
-
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +173,7 @@ def pareto_front(
     time_limit_seconds: float = 5.0,
     tolerance: float = 0.01,
 ) -> list[FrontPoint]:
-    """Plans from the fastest to the cheapest. All choices of nodes of the problem's cluster are compared."""
+    """Plans that no other one is better than, the fastest first, of all choices of the nodes of the cluster."""
     topology = problem.topology
     check_prices(topology)
     if set(problem.schedules) != {"1f1b"} or problem.overlap:
@@ -216,7 +204,11 @@ def pareto_front(
             break
     if not found.points:
         raise NoPlanError(why)
-    return _worth_their_price(found.points)
+    front: list[FrontPoint] = []
+    for point in sorted(found.points, key=lambda each: (each.seconds, each.dollars)):
+        if not front or point.dollars < front[-1].dollars * (1 - ROUNDING):
+            front.append(point)
+    return front
 
 
 def choose(
@@ -244,15 +236,6 @@ def choose(
         limits = words(max_seconds, max_dollars)
         raise ValueError(f"no plan takes at most {limits}; the fastest and the cheapest take {ends}")
     return min(allowed, key=lambda point: point.seconds if objective == "time" else point.dollars)
-
-
-def _worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:
-    """Points that no other one is better than, from the fastest to the cheapest."""
-    kept: list[FrontPoint] = []
-    for point in sorted(points, key=lambda each: (each.seconds, each.dollars)):
-        if not kept or point.dollars < kept[-1].dollars * (1 - ROUNDING):
-            kept.append(point)
-    return kept
 
 
 class _Search:

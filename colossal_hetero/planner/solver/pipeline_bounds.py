@@ -81,7 +81,16 @@ class PipelineBounds:
         """Most blocks in the last n stages, ``[kinds, 1 + blocks]``; the n-th last keeps n micro-batches."""
         self.blocks_per_stage: NDArray[np.int64] = self._memory[:, 1]
         self._known: dict[tuple[int, ...], list[tuple[float, float]]] = {}
-        self.hold_the_model = np.array([self._holds_the_model(kind) for kind in self.kinds])
+        one_stage = [((kind.costs, kind.memory_in_pipeline(1)), kind.recomputed_in_pipeline(1)) for kind in self.kinds]
+        self.hold_the_model = np.array(
+            [
+                any(
+                    each.cumulative.state_bytes[-1] + each.cumulative.activation_bytes[-1] <= memory
+                    for each, memory in filter(None, forms)
+                )
+                for forms in one_stage
+            ]
+        )
 
     @cached_property
     def _levels(self) -> tuple[NDArray[np.float64], list[NDArray[np.int64]]]:
@@ -98,14 +107,6 @@ class PipelineBounds:
         activation = np.concatenate([[0.0], np.cumsum(costs.activation_bytes)])
         needed = _min_sums(state) + np.arange(1, self.blocks + 1)[:, None] * _min_sums(activation)
         return np.asarray((needed <= memory_bytes).sum(axis=1))
-
-    @staticmethod
-    def _holds_the_model(kind: SlotKind) -> bool:
-        forms = [(kind.costs, kind.memory_in_pipeline(1)), kind.recomputed_in_pipeline(1)]
-        return any(
-            bool(costs.cumulative.state_bytes[-1] + costs.cumulative.activation_bytes[-1] <= memory)
-            for costs, memory in (form for form in forms if form is not None)
-        )
 
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
         """True for rows that may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
@@ -266,16 +267,9 @@ class RelaxedPool:
             return self.pool
         shards = min(1 << (pipelines - 1).bit_length(), self.most_pipelines) if zero else 1
         if shards not in self._by_shards:
-            self._by_shards[shards] = self._relaxed(shards)
+            form, recompute = (self.pool.tensor_parallel, self.pool.micro_batch), self.problem.recompute
+            one, divided = (self.problem.pool(*form, recompute=recompute, pipelines=each) for each in (None, shards))
+            assert one is not None and divided is not None, "these slots were measured"
+            kinds = [least_kind(*both) for both in zip(one.kinds, divided.kinds, strict=True)]
+            self._by_shards[shards] = replace(self.pool, kinds=tuple(kinds))
         return self._by_shards[shards]
-
-    def _relaxed(self, shards: int) -> SlotPool:
-        one, divided = (
-            self.problem.pool(
-                self.pool.tensor_parallel, self.pool.micro_batch, recompute=self.problem.recompute, pipelines=each
-            )
-            for each in (None, shards)
-        )
-        assert one is not None and divided is not None, "these slots were measured"
-        kinds = [least_kind(*both) for both in zip(one.kinds, divided.kinds, strict=True)]
-        return replace(self.pool, kinds=tuple(kinds))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -23,8 +23,10 @@ from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
 from .pipeline_bounds import PipelineBounds
 from .problem import Problem
-from .starts import MAX_ROWS, SMALL, EqualRows, UnequalGroups, shapes
+from .starts import MAX_ROWS, SMALL, EqualRows, expected_seconds, shapes, unequal_groups
 
+MAX_GROUPS = 5
+"""Slots up to which all plans are tried: with chunks, five form pipelines of at least 2 stages in 380 ways."""
 MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
 STARTED, IMPROVED, NEIGHBORS = 75, 12, 400
@@ -61,28 +63,26 @@ class PlanSearch:
         self._neighborhoods: dict[object, Neighborhood] = {}
         self._near = NEAR if below == np.inf else NEAR_KNOWN
 
-    def run(self, keep: int, is_enough: Callable[[float], bool] | None = None) -> list[Draft]:
-        """Best plans, best first; an empty list if there are none."""
+    def run(self, is_enough: Callable[[float], bool] | None = None) -> list[Draft]:
+        """Plans, best first; an empty list if there are none."""
         for step in self._steps():
             step()
             found = self.found()
             if is_enough is not None and found and is_enough(min(draft.seconds for draft in found)):
                 break
         self._neighborhoods.clear()  # they refer to this search, and without them all is freed at once
-        kept = _diverse(self.found(), keep)
-        if not kept and self.all_devices:
+        found = self.found()
+        if not found and self.all_devices:
             # Only to say which plans there are that leave devices out.
             self.all_devices = False
             self._try_equal()
             self._try_unequal()
-        return kept
+        return found
 
     def _steps(self) -> list[Callable[[], None]]:
         # Earlier steps do not depend on it, so the best equal replicas are those of a search for equal ones only.
         unequal = [self._try_unequal] if self.problem.unequal else []
         if self.builder.chooses_cuts and all(pool.slots <= MAX_GROUPS for pool in self.pools):
-            return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
-        if self._has_one_type:
             return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
         moves = [self._move, self._perturb] if self.problem.unequal else [self._perturb]
         return [self._try_known, self._try_equal, self._exchange, *unequal, *moves, self._try_all_of_few]
@@ -157,21 +157,21 @@ class PlanSearch:
 
     def _try_groups(self, allowed: frozenset[str]) -> None:
         """Try groups that are not alike, the most promising pools first."""
-        groups_of = [
-            UnequalGroups(pool, bound, allowed, sums)
-            for pool, bound, sums in zip(self.pools, self.bounds, self._sums, strict=True)
-        ]
-        for each in sorted(groups_of, key=lambda each: each.expected_seconds)[:MAX_ROWS]:
-            if not each.expected_seconds < self._unequal_below:
+        expected = [(expected_seconds(pool, allowed), number) for number, pool in enumerate(self.pools)]
+        for seconds, number in sorted(expected)[:MAX_ROWS]:
+            if not seconds < self._unequal_below:
                 break
+            pool = self.pools[number]
             # Of few slots, near plans are starts, and are shown beside the best one.
-            near = self._near if each.pool.slots <= SMALL else 1.0
-            for groups in each.candidates(self.problem.stages, near * self._unequal_below):
+            near = self._near if pool.slots <= SMALL else 1.0
+            for groups in unequal_groups(
+                pool, self.bounds[number], allowed, self.problem.stages, near * self._unequal_below
+            ):
                 slots = int(np.sum(groups))
-                if self.all_devices and slots * each.pool.tensor_parallel < len(self.topology.devices):
+                if self.all_devices and slots * pool.tensor_parallel < len(self.topology.devices):
                     continue
-                if slots <= each.pool.total_micro_batches:
-                    self._try(each.pool, groups, symmetric=False)
+                if slots <= pool.total_micro_batches:
+                    self._try(pool, groups, symmetric=False)
 
     def _try(self, pool: SlotPool, groups: Sequence[tuple[int, ...]], symmetric: bool) -> Draft | None:
         key: object = (pool, len(groups), groups[0]) if symmetric else (pool, tuple(groups))
@@ -198,7 +198,8 @@ class PlanSearch:
             if seconds < self._below and (not self.all_devices or pipelines * stages * pool.tensor_parallel == world)
         }
         for pool, pipelines, stages in list(worth)[: self._limit(STARTED)]:
-            for number, draft in enumerate(self._neighborhood(pool).starts(pipelines, stages, most)):
+            starts = self._neighborhood(pool).starts(pipelines, stages, most, self._near * self._below)
+            for number, draft in enumerate(starts):
                 self._add(("start", pool, pipelines, stages, number), draft)
         equal = [each for each in self.found() if each.is_equal and _shape(each) in worth]
         for starts in _by_form(equal, by_size=False)[: self._limit(IMPROVED)]:
@@ -261,7 +262,7 @@ class PlanSearch:
             for pool, bounds, sums in zip(self.pools, self.bounds, self._sums, strict=True):
                 if pool.slots <= MAX_GROUPS:
                     placed = PlacedPipelines(self.builder, pool, sums)
-                    few = FewSlots(placed, bounds, self.problem.stages, equal=equal, devices=devices)
+                    few = FewSlots(placed, bounds, self.problem.stages, equal, devices)
                     for draft in few.better_than(self._below if equal else self._unequal_below):
                         self._add(("few", len(self.drafts)), draft)
 
@@ -269,13 +270,6 @@ class PlanSearch:
 
     def _device_kinds(self) -> frozenset[str]:
         return frozenset(kind.device for pool in self.pools for kind in pool.kinds)
-
-    @property
-    def _has_one_type(self) -> bool:
-        """True if all slots of a pool are of one kind, in nodes with equal links and sizes."""
-        pool, kind_of, nodes = self.pools[0], self.pools[0].links.node_kind, self.topology.nodes
-        placed = [(pool.kinds[place[0]], self.builder.node(pool, place)) for place in pool.places]
-        return len({(kind.device, kind.speed, int(kind_of[at]), len(nodes[at].devices)) for kind, at in placed}) == 1
 
     def _min_sums(self, pool: SlotPool) -> Callable[[int], float]:
         """Least seconds in which so many pipelines sum their gradients; 0 where that is not known."""
@@ -294,7 +288,8 @@ def _on_faster_networks(problem: Problem, pools: Sequence[SlotPool]) -> list[Slo
         for kind in links.node_kind
     ]
     found = []
-    for least in sorted(set(fastest))[1 : 1 + MAX_LEFT_OUT]:
+    left_out = 0 if problem.all_devices else MAX_LEFT_OUT
+    for least in sorted(set(fastest))[1 : 1 + left_out]:
         fast = {rank for node, rate in zip(nodes, fastest, strict=True) if rate >= least for rank in node.devices}
         for pool in pools:
             slots = [tuple(ranks for ranks in kind.slots if fast.issuperset(ranks)) for kind in pool.kinds]
@@ -321,41 +316,19 @@ def _by_form(ranked: Sequence[Draft], *, by_size: bool) -> list[list[Draft]]:
     return list(forms.values())
 
 
-def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:
-    """Best plan for each combination of degree, number of pipelines and devices in use, then the best others."""
-    chosen: dict[object, Draft] = {}
-    for draft in ranked:
-        chosen.setdefault((draft.pool.tensor_parallel, len(draft.rows), *draft.used), draft)
-    kept = sorted(chosen.values(), key=lambda draft: draft.ranking_seconds)[:keep]
-    kept += [draft for draft in ranked if not any(draft is each for each in kept)][: keep - len(kept)]
-    return sorted(kept, key=lambda draft: draft.ranking_seconds)
-
-
 # Few slots ------------------------------------------------------------------------------------------------------------
 
 
-MAX_GROUPS = 5
-"""Slots up to which all plans are tried: with chunks, five form pipelines of at least 2 stages in 380 ways."""
-
-
+@dataclass(eq=False)
 class FewSlots:
-    """All plans of a pool: those that are cut alike, or those that may differ."""
+    """All plans of a pool, at least of so many devices: those that are cut alike, or those that may differ."""
 
-    def __init__(
-        self,
-        placed: PlacedPipelines,
-        bounds: PipelineBounds,
-        stages: Sequence[int] | None,
-        *,
-        equal: bool,
-        devices: int = 0,
-    ) -> None:
-        self.placed, self.pool = placed, placed.pool
-        self.bounds = bounds
-        self.stages = stages
-        self.equal = equal
-        self.devices = devices
-        self._bound_of: dict[object, float] = {}
+    placed: PlacedPipelines
+    bounds: PipelineBounds
+    stages: Sequence[int] | None
+    equal: bool
+    devices: int
+    _bound_of: dict[object, float] = field(default_factory=dict)
 
     def better_than(self, seconds: float) -> list[Draft]:
         """Drafts that are each faster than ``seconds`` and than those before, so the last one is the best of all."""
@@ -376,7 +349,7 @@ class FewSlots:
     def _distinct(self) -> Iterator[Rows]:
         """Arrangements, without those that differ only by slots of a kind in a node, or by nodes that are alike."""
         seen: set[object] = set()
-        for rows in arrangements(self.pool.places):
+        for rows in arrangements(self.placed.pool.places):
             if not self._allowed(rows):
                 continue
             look = self.placed.look(rows)
@@ -385,10 +358,10 @@ class FewSlots:
                 yield rows
 
     def _allowed(self, rows: Rows) -> bool:
-        total, lengths = self.pool.total_micro_batches, {len(row) for row in rows}
-        if not self.pool.allows(len(rows)):
+        total, lengths = self.placed.pool.total_micro_batches, {len(row) for row in rows}
+        if not self.placed.pool.allows(len(rows)):
             return False
-        if sum(map(len, rows)) * self.pool.tensor_parallel < self.devices:
+        if sum(map(len, rows)) * self.placed.pool.tensor_parallel < self.devices:
             return False
         if max(lengths) > self.bounds.blocks or len(rows) > total:
             return False
@@ -401,14 +374,16 @@ class FewSlots:
         return bool(enough_micro_batches(len(rows[0]), total // len(rows)))
 
     def _lower_bound(self, rows: Rows) -> float:
-        counts = np.array([np.bincount([kind for kind, _ in row], minlength=len(self.pool.kinds)) for row in rows])
+        counts = np.array(
+            [np.bincount([kind for kind, _ in row], minlength=len(self.placed.pool.kinds)) for row in rows]
+        )
         if self.equal:
-            return max(self._pipeline_bound(row, self.pool.total_micro_batches // len(rows)) for row in counts)
+            return max(self._pipeline_bound(row, self.placed.pool.total_micro_batches // len(rows)) for row in counts)
         shortest = max(self._pipeline_bound(row, number) for row, number in zip(counts, map(len, rows), strict=True))
         if shortest == np.inf:
             return np.inf
         power = float((counts / self.bounds.work_seconds).sum())
-        return max(shortest, self.pool.total_micro_batches / power * (1 - 1e-9))
+        return max(shortest, self.placed.pool.total_micro_batches / power * (1 - 1e-9))
 
     def _pipeline_bound(self, counts: NDArray[np.int64], micro_batches: int) -> float:
         key = counts.tobytes(), micro_batches

@@ -23,13 +23,13 @@ from ..cost.plan import Plan
 from ..cost.ranked_plan import RankedPlan, prediction_error, ranking_of, ties_resolved
 from ..cost.runnable import NoPlanError
 from ..stages.split_methods import uniform_bounds
-from .chunked_plans import MAX_TRIED, Candidate, ChunkedPlans
+from .chunked_plans import Candidate, ChunkedPlans
 from .explanations import impossible_degrees, reason, why_no_chunks, why_nothing
 from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
 from .plan_search import MAX_GROUPS, PlanSearch, arrangements
 from .problem import Problem
-from .starts import MAX_ROWS, some_numbers
+from .starts import MAX_ROWS, expected_seconds, some_numbers
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,16 @@ def search(
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: must be at least 1")
-    method = problem.method
-    uniform = _uniform(problem) if compare and method != "uniform" else None
+    method, uniform = problem.method, None
+    if compare and method != "uniform":
+        builder = DraftBuilder(problem.topology, "uniform", overlap=problem.overlap)
+        uniform = PlanSearch(replace(problem, unequal=False), problem.pools, builder)
+        uniform.run()
     goal = _goal(problem, bound_seconds, gap)
-    searches, drafts = _drafts(problem, keep, goal)
+    searches, drafts = _drafts(problem, goal)
     if method == "exact" and uniform is not None:
         drafts += [draft for draft in uniform.found()[:1] if all(draft.seconds < each.seconds for each in drafts)]
-    drafts = sorted(drafts, key=lambda draft: draft.ranking_seconds)
-    drafts = _different(drafts)[:keep] if "1f1b" in problem.schedules else []
+    drafts = _different(drafts, keep) if "1f1b" in problem.schedules else []
     chunked: list[Plan] = []
     if set(problem.schedules) != {"1f1b"}:
         makes = ChunkedPlans(problem)
@@ -104,13 +106,6 @@ def search(
 
 def _changed(ranked: RankedPlan, **changes: Any) -> RankedPlan:
     return replace(ranked, plan=ranked.plan.model_copy(update=changes))
-
-
-def _uniform(problem: Problem) -> PlanSearch:
-    builder = DraftBuilder(problem.topology, "uniform", overlap=problem.overlap)
-    uniform = PlanSearch(replace(problem, unequal=False), problem.pools, builder)
-    uniform.run(1)
-    return uniform
 
 
 def _goal(problem: Problem, bound_seconds: float, gap: float | None) -> _Goal | None:
@@ -161,7 +156,7 @@ class _Goal:
 # Pools of one search -------------------------------------------------------------------------------------------------
 
 
-def _drafts(problem: Problem, keep: int, goal: _Goal | None) -> tuple[list[PlanSearch], list[Draft]]:
+def _drafts(problem: Problem, goal: _Goal | None) -> tuple[list[PlanSearch], list[Draft]]:
     """Searches of simple plans, then with recomputation, then with ZeRO stage 1; and the plans of all."""
     builder = DraftBuilder(problem.topology, problem.method, overlap=problem.overlap)
     is_enough = goal.is_enough if goal is not None else None
@@ -177,7 +172,7 @@ def _drafts(problem: Problem, keep: int, goal: _Goal | None) -> tuple[list[PlanS
             break
         if pools:
             searches.append(PlanSearch(problem, pools, builder, known()))
-            drafts += searches[-1].run(keep, is_enough)
+            drafts += searches[-1].run(is_enough)
     return searches, drafts
 
 
@@ -221,32 +216,27 @@ def _sharded(problem: Problem, known: Sequence[Draft]) -> list[SlotPool]:
             )
             assert pool is not None, "these slots were measured"
             is_known = (plain.tensor_parallel, plain.micro_batch, pipelines) in of_known
-            seconds = 0.0 if is_known else _expected_seconds(pool, fastest)
+            # Optimizer steps, and sums of gradients over a fast network.
+            gradients = min(float(kind.costs.gradient_bytes.sum()) for kind in pool.kinds)
+            update = min(float(kind.costs.update_seconds.sum()) for kind in pool.kinds)
+            last = (update * pipelines + 2 * (pipelines - 1) * gradients / fastest) / pool.slots
+            seconds = 0.0 if is_known else expected_seconds(pool) + last
             if seconds < below:
                 found.append((seconds, len(found), pool))
     return [pool for *_, pool in sorted(found)[:MAX_ROWS]]
 
 
-def _expected_seconds(pool: SlotPool, bytes_per_second: float) -> float:
-    """Estimated seconds of the best plan: slots are busy except while pipelines fill, and sum over a fast network."""
-    assert pool.pipelines is not None
-    power = sum(len(kind.slots) / kind.model_seconds for kind in pool.kinds)
-    if pool.pipelines > int(sum(len(kind.slots) * kind.models_in_memory for kind in pool.kinds)):
-        return math.inf
-    gradients = min(float(kind.costs.gradient_bytes.sum()) for kind in pool.kinds)
-    update = min(float(kind.costs.update_seconds.sum()) for kind in pool.kinds)
-    filling = (pool.total_micro_batches + pool.slots - pool.pipelines) / power
-    summing = update * pool.pipelines + 2 * (pool.pipelines - 1) * gradients / bytes_per_second
-    return filling + summing / pool.slots
-
-
-def _different(drafts: Sequence[Draft]) -> list[Draft]:
-    """First of plans that differ only by devices of a kind, or by ZeRO stage 1 that gains nothing."""
+def _different(drafts: Sequence[Draft], keep: int) -> list[Draft]:
+    """Best plans of each degree, number of pipelines and devices in use, then the best others; of those that differ
+    only by devices of a kind, or by ZeRO stage 1 that gains nothing, the first."""
     kept: dict[object, Draft] = {}
-    for draft in drafts:
-        look = f"{draft.seconds:.6g}", draft.pool.tensor_parallel, tuple(draft.bounds)
-        kept.setdefault((*look, tuple(draft.micro_batches)), draft)
-    return list(kept.values())
+    forms: dict[object, Draft] = {}
+    for draft in sorted(drafts, key=lambda draft: draft.ranking_seconds):
+        look = f"{draft.seconds:.6g}", draft.pool.tensor_parallel, tuple(draft.bounds), tuple(draft.micro_batches)
+        if kept.setdefault(look, draft) is draft:
+            forms.setdefault((draft.pool.tensor_parallel, len(draft.rows), *draft.used), draft)
+    shown = [*dict.fromkeys([*forms.values(), *kept.values()])][:keep]
+    return sorted(shown, key=lambda draft: draft.ranking_seconds)
 
 
 def _compared(
@@ -256,9 +246,11 @@ def _compared(
     notes = list(best.notes)
     if uniform is not None:
         # A plan in the list can have uniform stages in an order that the method "uniform" does not try.
-        one_chunk = [plan for plan in ranked if plan.schedule == "1f1b" and plan.symmetric]
-        seconds = [plan.iteration_seconds for plan in one_chunk if _has_uniform_stages(plan)]
-        seconds += [draft.seconds for draft in uniform.found()[:1]]
+        seconds = [draft.seconds for draft in uniform.found()[:1]]
+        for plan in (each for each in ranked if each.schedule == "1f1b" and each.symmetric):
+            stages = plan.replicas[0].stages
+            if [each.blocks for each in stages] == list(pairwise(uniform_bounds(plan.blocks, len(stages)))):
+                seconds.append(plan.iteration_seconds)
         if not seconds:
             notes.append(f"no plan with uniform stages: {why_nothing(problem, [uniform])}")
         best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
@@ -275,13 +267,6 @@ def _compared(
     return best.model_copy(update={"notes": tuple(notes)})
 
 
-def _has_uniform_stages(plan: Plan) -> bool:
-    return all(
-        [stage.blocks for stage in replica.stages] == list(pairwise(uniform_bounds(plan.blocks, len(replica.stages))))
-        for replica in plan.replicas
-    )
-
-
 # Pipelines to divide over chunks -------------------------------------------------------------------------------------
 
 
@@ -293,7 +278,7 @@ def _pipelines_to_divide(problem: Problem, searches: Sequence[PlanSearch]) -> li
     drafts = [draft for each in searches for draft in each.found()]
     if most > MAX_GROUPS and numbers:
         several = replace(problem, stages=sorted(numbers), unequal=False)
-        drafts += PlanSearch(several, problem.pools, DraftBuilder(problem.topology, "exact")).run(MAX_TRIED)
+        drafts += PlanSearch(several, problem.pools, DraftBuilder(problem.topology, "exact")).run()
     equal = [draft for draft in sorted(drafts, key=lambda each: each.seconds) if draft.is_equal]
     rows: list[tuple[SlotPool, Sequence[Sequence[Place]]]] = [(draft.pool, draft.rows) for draft in equal]
     for pool in problem.pools:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +25,6 @@ SMALL = 16
 
 Groups = list[tuple[int, ...]]
 """Slots by kind of each pipeline, ``[pipelines][kinds]``."""
-
-
-class Shape(NamedTuple):
-    """Equal pipelines, ordered by the lower bound."""
-
-    seconds: float
-    pool: int
-    pipelines: int
-    stages: int
 
 
 class EqualRows:
@@ -165,8 +155,11 @@ def pipeline_counts(pool: SlotPool) -> list[int]:
     return [number for number in divisors(pool.total_micro_batches) if pool.allows(number)]
 
 
-def shapes(pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: Sequence[int] | None) -> list[Shape]:
-    """All shapes of pipelines whose slots may be of any kinds, in the order of their bounds; arguments as for rows."""
+def shapes(
+    pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: Sequence[int] | None
+) -> list[tuple[float, int, int, int]]:
+    """Shapes of equal pipelines whose slots may be of any kinds, in the order of their lower bounds: seconds, number of
+    the pool, of pipelines, and of stages."""
     found = []
     for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
         power = np.repeat(1.0 / bound.work_seconds, [len(kind.slots) for kind in pool.kinds])
@@ -178,7 +171,7 @@ def shapes(pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: 
                 allowed = stages is None or length in stages
                 if allowed and enough_micro_batches(length, total // pipelines):
                     seconds = float(total / power[pipelines * length - 1])
-                    found.append(Shape(seconds, number, pipelines, length))
+                    found.append((seconds, number, pipelines, length))
     return sorted(found)
 
 
@@ -252,75 +245,67 @@ def _in_groups(
 # Pipelines that differ -----------------------------------------------------------------------------------------------
 
 
-class UnequalGroups:
-    """Groups of the slots of one pool that are of some kinds of devices."""
+def expected_seconds(pool: SlotPool, allowed: frozenset[str] | None = None) -> float:
+    """Estimated seconds of the best plan on these kinds of devices, without its sums: as many pipelines as memory
+    allows, idle only while they fill."""
+    kinds = [(kind, len(kind.slots)) for kind in pool.kinds if allowed is None or kind.device in allowed]
+    slots, total = sum(count for _, count in kinds), pool.total_micro_batches
+    most = min(int(sum(count * kind.models_in_memory for kind, count in kinds)), total, slots)
+    pipelines = most if pool.pipelines is None else pool.pipelines
+    if not 1 <= pipelines <= most:
+        return np.inf
+    return (total + slots - pipelines) / sum(count / kind.model_seconds for kind, count in kinds)
 
-    def __init__(
-        self, pool: SlotPool, bounds: PipelineBounds, allowed: frozenset[str], sums: Callable[[int], float]
-    ) -> None:
-        self.pool = pool
-        self.bounds = bounds
-        self.sums = sums
-        self._available = np.array([len(kind.slots) if kind.device in allowed else 0 for kind in pool.kinds])
 
-    @property
-    def expected_seconds(self) -> float:
-        """Estimated seconds of the best plan: as many pipelines as memory allows, idle only while they fill."""
-        memory = float(self._available @ np.array([kind.models_in_memory for kind in self.pool.kinds]))
-        slots, total = int(self._available.sum()), self.pool.total_micro_batches
-        pipelines = min(int(memory), total, slots)
-        if self.pool.pipelines is not None:
-            pipelines = self.pool.pipelines if self.pool.pipelines <= pipelines else 0
-        if pipelines < 1:
-            return np.inf
-        power = float((self._available / self.bounds.work_seconds).sum())
-        return (total + slots - pipelines) / power
+def unequal_groups(
+    pool: SlotPool, bounds: PipelineBounds, allowed: frozenset[str], stages: Sequence[int] | None, below: float
+) -> list[Groups]:
+    """Groups of slots of these kinds of devices that may run all micro-batches in less than ``below`` seconds."""
+    available = np.array([len(kind.slots) if kind.device in allowed else 0 for kind in pool.kinds])
+    dealt = _dealt(pool, bounds, available) if pool.slots <= SMALL else ()
+    found = [*_of_one_device(pool, bounds, available), *dealt]
+    total, blocks = pool.total_micro_batches, bounds.blocks
+    return [
+        list(each)
+        for each in dict.fromkeys(tuple(sorted(each)) for each in found)
+        if pool.allows(len(each))
+        and all(1 <= sum(group) <= blocks and (stages is None or sum(group) in stages) for group in each)
+        and bounds.may_run(Counter(map(named, each)), total, below)
+    ]
 
-    def candidates(self, stages: Sequence[int] | None, below: float) -> list[Groups]:
-        """Groups that may run all micro-batches, and sum their gradients, in less than ``below`` seconds."""
-        found = [*self._of_one_device()]
-        if self.pool.slots <= SMALL:
-            found += self._dealt()
-        total, blocks = self.pool.total_micro_batches, self.bounds.blocks
-        return [
-            list(each)
-            for each in dict.fromkeys(tuple(sorted(each)) for each in found)
-            if self.pool.allows(len(each))
-            and all(1 <= sum(group) <= blocks and (stages is None or sum(group) in stages) for group in each)
-            and self.bounds.may_run(Counter(map(named, each)), total, below - self.sums(len(each)))
-        ]
 
-    def _dealt(self) -> Iterator[Groups]:
-        """All slots given out, the strongest first, each to the weakest pipeline."""
-        slots = np.repeat(np.arange(len(self._available)), self._available)[::-1].tolist()
-        power = (1.0 / self.bounds.work_seconds).tolist()
-        for number in range(1, min(len(slots), self.pool.total_micro_batches) + 1):
-            groups = [[0] * len(self._available) for _ in range(number)]
-            weakest = [(0.0, at) for at in range(number)]
-            for kind in slots:
-                reached, at = weakest[0]
-                groups[at][kind] += 1
-                heapq.heapreplace(weakest, (reached + power[kind], at))
-            yield [tuple(group) for group in groups]
+def _dealt(pool: SlotPool, bounds: PipelineBounds, available: NDArray[np.int64]) -> Iterator[Groups]:
+    """All slots given out, the strongest first, each to the weakest pipeline."""
+    slots = np.repeat(np.arange(len(available)), available)[::-1].tolist()
+    power = (1.0 / bounds.work_seconds).tolist()
+    for number in range(1, min(len(slots), pool.total_micro_batches) + 1):
+        groups = [[0] * len(available) for _ in range(number)]
+        weakest = [(0.0, at) for at in range(number)]
+        for kind in slots:
+            reached, at = weakest[0]
+            groups[at][kind] += 1
+            heapq.heapreplace(weakest, (reached + power[kind], at))
+        yield [tuple(group) for group in groups]
 
-    def _of_one_device(self) -> Iterator[Groups]:
-        """Pipelines of one device each, of like speeds: of each device as many as memory allows, a half of them, …"""
-        bound, total, number = self.bounds, self.pool.total_micro_batches, len(self._available)
-        unit = np.eye(number, dtype=np.int64)
-        slots: dict[str, list[int]] = {}
-        for kind, count in enumerate(self._available.tolist()):
-            slots.setdefault(self.pool.kinds[kind].device, []).extend([kind] * count)
-        most: dict[str, int] = {}
+
+def _of_one_device(pool: SlotPool, bound: PipelineBounds, available: NDArray[np.int64]) -> Iterator[Groups]:
+    """Pipelines of one device each, of like speeds: of each device as many as memory allows, a half of them, …"""
+    total, number = pool.total_micro_batches, len(available)
+    unit = np.eye(number, dtype=np.int64)
+    slots: dict[str, list[int]] = {}
+    for kind, count in enumerate(available.tolist()):
+        slots.setdefault(pool.kinds[kind].device, []).extend([kind] * count)
+    most: dict[str, int] = {}
+    for device, kinds in slots.items():
+        lengths = np.arange(1, min(len(kinds), bound.blocks) + 1)
+        held = bound.fits(lengths[:, None] * unit[kinds[0]], np.full(len(lengths), total)) if kinds else lengths < 1
+        most[device] = len(kinds) // int(lengths[held][0]) if held.any() else 0
+    share = 1
+    while max(most.values()) // share >= 1:
+        groups: Groups = []
         for device, kinds in slots.items():
-            lengths = np.arange(1, min(len(kinds), bound.blocks) + 1)
-            held = bound.fits(lengths[:, None] * unit[kinds[0]], np.full(len(lengths), total)) if kinds else lengths < 1
-            most[device] = len(kinds) // int(lengths[held][0]) if held.any() else 0
-        share = 1
-        while max(most.values()) // share >= 1:
-            groups: Groups = []
-            for device, kinds in slots.items():
-                pipelines = max(most[device] // share, 1) if most[device] else 0
-                for part in np.array_split(np.array(kinds), pipelines) if pipelines else ():
-                    groups.append(tuple(np.bincount(part[: bound.blocks], minlength=number).tolist()))
-            yield groups
-            share *= 2
+            pipelines = max(most[device] // share, 1) if most[device] else 0
+            for part in np.array_split(np.array(kinds), pipelines) if pipelines else ():
+                groups.append(tuple(np.bincount(part[: bound.blocks], minlength=number).tolist()))
+        yield groups
+        share *= 2

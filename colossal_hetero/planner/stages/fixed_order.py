@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,15 +204,6 @@ class CutTimes:
         return CutTimes(fill, self.step_seconds, self.max_micro_batches - micro_batches)
 
 
-class _StageTimes(NamedTuple):
-    """Times of one stage for each way to cut the model, ``[cuts]``."""
-
-    seconds: NDArray[np.float64]
-    """Per micro-batch, without transfers."""
-    update_seconds: NDArray[np.float64]
-    max_micro_batches: NDArray[np.int64]
-
-
 @functools.lru_cache(maxsize=256)
 def all_bounds(blocks: int, stages: int) -> NDArray[np.int64] | None:
     """Every way to cut ``blocks`` blocks into stages, ``[cuts, stages + 1]``; None if there are too many or none."""
@@ -231,25 +221,30 @@ class AllCuts:
     def __init__(self, bounds: NDArray[np.int64]) -> None:
         """``bounds`` are those of :func:`all_bounds`, ``[cuts, stages + 1]``."""
         self.bounds = bounds
-        self._stages: dict[object, _StageTimes] = {}
+        self._stages: dict[object, tuple[_Floats, _Floats, NDArray[np.int64]]] = {}
+        """Of a stage: seconds per micro-batch without transfers, of the update, and the most micro-batches."""
         self._hops: dict[object, NDArray[np.float64]] = {}
 
     def times(self, slots: Sequence[Slot], hops: Sequence[Channel]) -> CutTimes:
         """Times of a pipeline with these slots by stage, and channels between neighbors, ``[stages − 1]``."""
         stages = [self._stage(stage, slot) for stage, slot in enumerate(slots)]
-        sent = [self._hop(stage, slot, hop) for stage, (slot, hop) in enumerate(zip(slots[:-1], hops, strict=True))]
+        sent = []
+        for stage, (slot, hop) in enumerate(zip(slots[:-1], hops, strict=True)):
+            key = stage, slot.costs, hop
+            if key not in self._hops:
+                self._hops[key] = slot.costs.hop_seconds(hop)[self.bounds[:, stage + 1]]
+            sent.append(self._hops[key])
         total = longest = np.zeros(len(self.bounds))
-        for stage, times in enumerate(stages):
-            seconds = times.seconds
-            for hop in sent[max(stage - 1, 0) : stage + 1]:
-                seconds = seconds + hop
+        for stage, (seconds, *_) in enumerate(stages):
+            for taken in sent[max(stage - 1, 0) : stage + 1]:
+                seconds = seconds + taken
             total = total + seconds
             longest = np.maximum(longest, seconds)
-        update = functools.reduce(np.maximum, [times.update_seconds for times in stages])
-        most = functools.reduce(np.minimum, [times.max_micro_batches for times in stages])
+        update = functools.reduce(np.maximum, [each for _, each, _ in stages])
+        most = functools.reduce(np.minimum, [each for _, _, each in stages])
         return CutTimes(total + update, longest, most)
 
-    def _stage(self, stage: int, slot: Slot) -> _StageTimes:
+    def _stage(self, stage: int, slot: Slot) -> tuple[_Floats, _Floats, NDArray[np.int64]]:
         key = stage, slot
         if key not in self._stages:
             stages = self.bounds.shape[1] - 1
@@ -265,7 +260,7 @@ class AllCuts:
                 forward = sums.forward_seconds[stop] - sums.forward_seconds[start]
                 seconds, most = np.where(again, seconds + forward, seconds), np.where(again, more, most)
             update = sums.update_seconds[stop] - sums.update_seconds[start]
-            self._stages[key] = _StageTimes(seconds, update, most)
+            self._stages[key] = seconds, update, most
         return self._stages[key]
 
     def _max_micro_batches(self, stage: int, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
@@ -278,9 +273,3 @@ class AllCuts:
             too_much = state + in_flight * activation > memory_bytes
             most = np.where(too_much, np.minimum(most, in_flight - 1), most)
         return most
-
-    def _hop(self, stage: int, slot: Slot, channel: Channel) -> NDArray[np.float64]:
-        key = stage, slot.costs, channel
-        if key not in self._hops:
-            self._hops[key] = slot.costs.hop_seconds(channel)[self.bounds[:, stage + 1]]
-        return self._hops[key]

@@ -45,40 +45,31 @@ def split(
 
 
 def _memory_message(slots: Sequence[Slot], micro_batches: int) -> str:
-    """Error message that names a block which no slot can hold even alone, or else the first stage that overflows if
-    stages are filled in turn."""
+    """Error message that names a block which no slot can hold even alone, or else the bytes that all need and have."""
     stages, blocks = len(slots), len(slots[0].costs.forward_seconds)
-    needs = [
-        slot.costs.state_bytes + min(micro_batches, stages - stage) * slot.costs.activation_bytes
-        for stage, slot in enumerate(slots)
-    ]
-    over = np.array([need - slot.memory_bytes for need, slot in zip(needs, slots, strict=True)])
+    needs = np.array(
+        [
+            slot.costs.state_bytes + min(micro_batches, stages - stage) * slot.costs.activation_bytes
+            for stage, slot in enumerate(slots)
+        ]
+    )
     # Blocks before and behind it are in other stages.
     first = np.arange(stages)[:, None]
-    over[(np.arange(blocks) < first) | (np.arange(blocks) > first + blocks - stages)] = np.inf
+    needs[(np.arange(blocks) < first) | (np.arange(blocks) > first + blocks - stages)] = np.inf
+    over = needs - np.array([slot.memory_bytes for slot in slots])[:, None]
     block = int(over.min(axis=0).argmax())
     index = int(over[:, block].argmin())
-    slot = slots[index]
-    if over[index, block] > 0:
-        return (
-            f"no split fits in memory: block {block} alone needs {_gigabytes(needs[index][block])} in slot "
-            f"{slot.name}, which has {_gigabytes(slot.memory_bytes)}, and no other slot can hold it; use smaller "
-            "micro-batches, more tensor parallelism, or devices with more memory"
-        )
-    start = 0
-    for stage, (slot, need) in enumerate(zip(slots, needs, strict=True)):
-        total = np.concatenate([[0.0], np.cumsum(need)])
-        stop = int(np.searchsorted(total, total[start] + slot.memory_bytes, side="right")) - 1
-        if stop == start or (stage == stages - 1 and stop < blocks):
-            break
-        start = min(stop, blocks - (stages - stage - 1))
-    in_flight = min(micro_batches, stages - stage)
-    what = f"block {start}" if stop == start else f"blocks {start} to {stop}"
+    problem = (
+        f"block {block} alone needs {_gigabytes(needs[index, block])} in slot {slots[index].name}, which has "
+        f"{_gigabytes(slots[index].memory_bytes)}, and no other slot can hold it"
+        if over[index, block] > 0
+        else f"the blocks need at least {_gigabytes(float(needs.min(axis=0).sum()))} and the slots have "
+        f"{_gigabytes(sum(slot.memory_bytes for slot in slots))}; stages hold whole blocks, and early stages keep "
+        "several micro-batches in flight"
+    )
     return (
-        f"no split fits in memory: if the slots are filled in turn, {what} in slot {slot.name} as stage {stage}, with "
-        f"{in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight, need{'s' if stop == start else ''} "
-        f"{_gigabytes(float(total[stop + 1] - total[start]))}, but the slot has "
-        f"{_gigabytes(slot.memory_bytes)}; use smaller micro-batches, more tensor parallelism, or more devices"
+        f"no split fits in memory: {problem}; use smaller micro-batches, more tensor parallelism, or devices with more "
+        "memory"
     )
 
 

@@ -235,7 +235,7 @@ def test_autohet_has_the_smallest_maximum_load_that_fits():
         (
             pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0]),
             {},
-            r"blocks .* as stage 1, with 1 micro-batch in flight",
+            r"the blocks need at least 1.7e-08 GB and the slots have 1.2e-08 GB",
         ),
     ],
 )
