@@ -1,11 +1,14 @@
-"""Gradient accumulation over uneven micro-batches, with exact gradients and an unchanged training loop: within a global
-batch, ``step``, ``zero_grad``, clipping and schedules do nothing. Tensors tell which micro-batch a pass belongs to
-(tagged_tensor.py), and what would train to other weights is refused (progress.py).
+"""Gradient accumulation over uneven micro-batches, with exact gradients and an unchanged training loop.
+
+The loop calls all it usually does for every micro-batch. Within a global batch, ``step``, ``zero_grad``, clipping and
+schedules do nothing. Tensors tell which micro-batch a pass belongs to (tagged_tensor.py), and what would train to other
+weights is refused (progress.py).
 
 [Note: weights of micro-batches] Data parallelism averages gradients over R ranks. The loss of a micro-batch, a mean
 over parts that count w together (usually its samples), is multiplied by ``w · R / W``, where W is the sum of w over the
 global batch: then the gradient is the mean over the global batch for every division. A rank without samples runs one
-with weight zero. If W is not known in advance, an estimate takes its place, and sums are corrected before the step.
+with weight zero. If W is not known in advance, such as the number of tokens, an estimate takes its place, and sums are
+corrected before the step (``CountedTotal``).
 """
 
 from __future__ import annotations
@@ -183,6 +186,7 @@ class GradientAccumulation:
             self._guard.close(self._guarded_for, fill=self._stage in (1, 2))
 
     def _open_gradients(self) -> None:
+        """Let the package use the gradients. If a loop has removed all of them, ``optimizer.zero_grad`` is meant."""
         if self._guard.open() and not self.progress.is_within_global_batch:
             self._drop()
 

@@ -27,6 +27,8 @@ from .busy_timer import BusyTimer, TimedGlobalBatch
 from .config import BatchConfig, BatchSetup
 from .loader import HeteroDataLoader
 
+# Batch report --------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class BatchShare:
@@ -64,6 +66,7 @@ class BatchReport:
     equal_seconds: float | None
     """The same if all had equal parts; None if that is not possible."""
     changes: int
+    """How often batches were divided again."""
     is_measured: bool
     """True if ``work_seconds`` are those of training with this division; otherwise they are predicted."""
 
@@ -99,6 +102,9 @@ def batches_in_words(report: BatchReport) -> str:
         ratio = report.equal_seconds / report.iteration_seconds
         words += f", and with equal parts {duration(report.equal_seconds)} ({ratio:.2f} times as long)"
     return f"{words}. It was divided again {count(report.changes, 'time')}."
+
+
+# Batch messages ------------------------------------------------------------------------------------------------------
 
 
 def division_in_words(allocation: Allocation, devices: Sequence[str]) -> str:
@@ -263,6 +269,7 @@ def divider_of(config: BatchConfig, profile: BatchProfile, stage: int, multiple_
 
 
 def _complete(by_rank: Sequence[Sequence[GlobalBatchTime]]) -> list[list[GlobalBatchTime]]:
+    """The latest global batches that all ranks have timed and for which all have drawn samples, by rank."""
     count = min(len(times) for times in by_rank)
     latest = zip(*(times[len(times) - count :] for times in by_rank), strict=True)
     complete = [each for each in latest if all(time.expected_seconds > 0 for time in each)]
@@ -270,6 +277,7 @@ def _complete(by_rank: Sequence[Sequence[GlobalBatchTime]]) -> list[list[GlobalB
 
 
 def _by_replica(by_rank: Sequence[Sequence[GlobalBatchTime]], replica_of: Sequence[int]) -> list[list[GlobalBatchTime]]:
+    """Times of the slowest rank of each replica."""
     replicas: list[list[Sequence[GlobalBatchTime]]] = [[] for _ in range(max(replica_of) + 1)]
     for of_rank, replica in zip(by_rank, replica_of, strict=True):
         replicas[replica].append(of_rank)

@@ -4,7 +4,8 @@
 loader's ``__next__``), *waiting* (in a collective with other replicas, or after its last gradient until the backward
 pass ends), *step* (the optimizer's, without collectives) and *work* (all else from the first ``__next__`` on). In stage
 0 the next sum of gradients starts later by the step, so it is work; in stages 1 to 3 all ranks synchronize after it.
-Whole iterations are judged: under a CPU quota, a device is not stopped equally often in both passes.
+What the loop does between the step and the next batch is left out. Whole iterations are judged, because a device under
+a CPU quota is not stopped equally often in both passes.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._by_samples = True
         self._sums: dict[str, list[torch.Tensor]] = {}
         self.check: Callable[[Any], None] = lambda batch: None
+        """Called with every batch that is drawn; it raises an error to refuse the batch."""
         self.multiple_of = 1
         self.load_timer: BusyTimer | None = None
 

@@ -18,13 +18,17 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..profiling.preserved_state import inner_optimizer
 
+# Micro batch ---------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """Position and size of one micro-batch of this rank."""
 
     samples: int
+    """Number of samples; 0: only placeholder samples, of weight zero."""
     global_samples: int
+    """Samples of its global batch over all ranks."""
     global_batch: int
     step: int
     """Index among this rank's micro-batches in its global batch."""
@@ -194,6 +198,7 @@ class LoopProgress:
         return running[0] if running else None
 
     def _check_again(self, micro_batch: MicroBatch) -> None:
+        """Refuse a forward pass with a batch again after a step that was left out."""
         if self._step_called:
             raise RuntimeError(
                 f"{_name(micro_batch)} is passed forward again after optimizer.step(), but it is only a part of its "
@@ -228,6 +233,9 @@ def _name(micro_batch: MicroBatch) -> str:
 
 def _names(micro_batches: Sequence[MicroBatch]) -> str:
     return ", ".join(_name(each) for each in micro_batches)
+
+
+# Schedules -----------------------------------------------------------------------------------------------------------
 
 
 AVERAGES: Any = (AveragedModel, ModelEmaV2, ModelEmaV3)

@@ -28,6 +28,7 @@ class DrawnSample(NamedTuple):
     """Request of a sampler to :class:`SeededSamples`."""
 
     number: int
+    """In the data set."""
     seed: int
     """Of its augmentation, in [0, 2⁶²)."""
 
@@ -84,6 +85,7 @@ class _RankSlice(NamedTuple):
 
 
 _Division = tuple[int, dict[int, _RankSlice]]
+"""First global batch, and this rank's slice by samples of a global batch."""
 
 
 class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
@@ -269,6 +271,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return [(0, parts) for _, parts in self._parts[-1:]]
 
     def _part_at(self, entries: Sequence[_Division], global_batch: int) -> tuple[_RankSlice, int]:
+        """This rank's part of a global batch, and how many samples that has."""
         is_rest = self.rest and global_batch == self.global_batches - 1
         samples = self.rest if is_rest else self.global_batch_size
         return next(parts for start, parts in reversed(entries) if start <= global_batch)[samples], samples

@@ -58,6 +58,7 @@ class GuardedGradient(Tensor):
 
 
 _Guarded = tuple[str, Tensor, Tensor | None, int]
+"""Name of a parameter, the parameter, its gradient, and the version of that."""
 
 
 class GradientGuard:

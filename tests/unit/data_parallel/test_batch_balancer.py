@@ -12,7 +12,7 @@ from torch import nn
 
 from colossal_hetero import BatchConfig
 from colossal_hetero.data_parallel import attach
-from colossal_hetero.data_parallel.attach import explain_lack_of_memory
+from colossal_hetero.data_parallel.attach import OutOfMemoryGuard
 from colossal_hetero.data_parallel.batch_balancer import changes_in_words, divider_of, division_in_words
 from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
@@ -76,7 +76,10 @@ def test_a_division_names_groups_of_equal_ranks() -> None:
 
 @pytest.fixture(autouse=True)
 def outside_of_any_group() -> Any:
-    with patch.object(attach.dist, "get_rank", lambda: 1):
+    with (
+        patch.object(attach, "MIN_BYTES", 1),
+        patch.object(attach.dist, "get_rank", lambda: 1),
+    ):
         yield
 
 
@@ -94,24 +97,48 @@ class RunsOut(nn.Module):
         return inputs
 
 
-def guarded() -> tuple[nn.Module, RunsOut, Any]:
+def guarded(may_repeat: bool) -> tuple[nn.Module, RunsOut, Any]:
     torch.manual_seed(0)
     runs_out = RunsOut()
     layers = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.GELU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(5 * 36, 4)
     model = nn.Sequential(*layers, runs_out)
     optimizer = SimpleNamespace(backward=lambda loss: loss.backward())
     loader: Any = SimpleNamespace(current=SimpleNamespace(samples=3, global_batch=7))
-    explain_lack_of_memory(loader, model, optimizer)  # type: ignore[arg-type]
+    guard = OutOfMemoryGuard(loader, may_repeat=may_repeat)
+    guard.attach(model, optimizer)  # type: ignore[arg-type]
     return model, runs_out, optimizer
 
 
-def test_lack_of_memory_says_what_to_do_and_other_errors_are_left_alone() -> None:
+def test_a_repeated_pass_gives_the_same_result(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = torch.randn(3, 3, 8, 8)
+    found = []
+    for failures in (0, 1):
+        model, runs_out, optimizer = guarded(True)
+        runs_out.left = failures
+        torch.manual_seed(2)
+        losses = []
+        for _ in range(3):
+            loss = model(inputs).square().mean()
+            optimizer.backward(loss)
+            losses.append(loss.detach())
+        found.append([*losses, *(each.grad for each in model.parameters()), torch.rand(1)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    told = caplog.text
+    assert told.count("rank 1 ran out of memory in the forward pass of a micro-batch of 3 samples") == 1
+    assert "nothing is lost" in told and "max_micro_batch=2" in told
+
+
+def test_what_cannot_be_repeated_says_what_happened_and_other_errors_are_left_alone() -> None:
     images = torch.randn(3, 3, 8, 8)
-    model, runs_out, optimizer = guarded()
-    runs_out.left = 1
-    words = r"rank 1 .* forward pass of a micro-batch of 3 samples of global batch 7\. .* set max_micro_batch=2"
-    with pytest.raises(RuntimeError, match=words):
-        model(images)
+    for may_repeat, failures, words in (
+        (False, 1, r"rank 1 .* forward pass of a micro-batch of 3 samples of global batch 7"),
+        (True, 2, "the pass cannot be repeated"),
+    ):
+        model, runs_out, _ = guarded(may_repeat)
+        runs_out.left = failures
+        with pytest.raises(RuntimeError, match=words):
+            model(images)
+    model, runs_out, optimizer = guarded(True)
     with pytest.raises(RuntimeError, match="size"):
         model(torch.randn(3, 4, 8, 8))
     runs_out.left = 1
