@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 
 import numpy as np
@@ -46,14 +47,14 @@ class GradientTimes:
         return self._alike[key]
 
     def ring_seconds(
-        self, node_kind: Sequence[int], members: Mapping[int, int], ranks: Sequence[int], size: float, sharing: int
+        self, node_kind: Sequence[int], members: Mapping[int, int], ranks: Iterable[int], size: float, sharing: int
     ) -> float:
         """Seconds of a ring of these ranks, so many members in a node, that sums ``size`` bytes; see
         ``synchronization_seconds``."""
         alike = tuple(sorted([(node_kind[node], count) for node, count in members.items()]))
         key = (len(members) == 1, alike, size, sharing)
         if key not in self._rings:
-            self._rings[key] = synchronization_seconds(self.topology, ranks, size, sharing)
+            self._rings[key] = synchronization_seconds(self.topology, list(ranks), size, sharing)
         return self._rings[key]
 
 
@@ -96,12 +97,12 @@ class Summing:
     def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
         slots_on = Counter(itertools.chain.from_iterable(self._nodes))
         cuts = sorted(set(itertools.chain.from_iterable(bounds)))
-        stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
+        stage_of = [[bisect_right(cut, start) - 1 for start in cuts[:-1]] for cut in bounds]
         spent: Counter[tuple[int, int]] = Counter()
         kind_of = self._node_kind.tolist()
-        for (start, stop), stages in zip(itertools.pairwise(cuts), stage_of.T.tolist(), strict=True):
-            ring = [pipeline[stage][0] for pipeline, stage in zip(self._groups, stages, strict=True)]
-            count_on = Counter(nodes[stage] for nodes, stage in zip(self._nodes, stages, strict=True))
+        for (start, stop), stages in zip(itertools.pairwise(cuts), zip(*stage_of, strict=True), strict=True):
+            ring = (pipeline[stage][0] for pipeline, stage in zip(self._groups, stages, strict=True))
+            count_on = Counter([nodes[stage] for nodes, stage in zip(self._nodes, stages, strict=True)])
             # A ring leaves a node once, no matter how many of its members are in the node.
             sharing = self._width * max(math.ceil(slots_on[node] / count) for node, count in count_on.items())
             size = self._total[stop] - self._total[start]

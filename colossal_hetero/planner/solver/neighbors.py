@@ -146,8 +146,8 @@ class Neighborhood:
             blocks = np.diff(bounds).tolist()
             held = {place: number for row in draft.rows for place, number in zip(row, blocks, strict=True)}
             bounds = (0, *itertools.accumulate(held[place] for place in rows[0]))
-        cuts = [bounds] * len(rows)
-        found = self.builder.build_cut(self.pool, rows, cuts, draft.micro_batches, below, must_fit=False)
+        cuts, left = [bounds] * len(rows), below - self._placed.sums(len(rows))
+        found = self.builder.build_cut(self.pool, rows, cuts, draft.micro_batches, left, must_fit=False)
         if not isinstance(found, Draft) or not found.seconds < below:
             return None
         again = self._placed.best(rows, found.seconds)
