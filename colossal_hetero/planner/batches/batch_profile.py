@@ -154,7 +154,6 @@ class BatchProfile(FilePart):
 
     @property
     def flops(self) -> list[float] | None:
-        """FLOP/s by rank; None if they are unknown for any rank."""
         return self._known(kind.flops for kind in self.kinds)
 
     def step_seconds(self, stage: int) -> list[float] | None:

@@ -52,9 +52,7 @@ class BatchDivider:
     communication_seconds: float = 0.0
     flops: Sequence[float] | None = None
     step_seconds: Sequence[float] | None = None
-    """Time of the optimizer's step by replica, at the speed of the curves."""
     multiple_of: int = 1
-    """Samples of which all micro-batches are multiples."""
 
     def divide(self, speeds: Sequence[Speed], samples: int) -> Allocation:
         unit, curves = self.multiple_of, self._curves(speeds)
@@ -132,11 +130,8 @@ class GlobalBatchTime(NamedTuple):
 
 
 class SpeedEstimate(NamedTuple):
-    """A replica's speed in the present division."""
-
     speed: Speed
     error: float
-    """Relative standard error."""
 
 
 def _are_enough(times: Sequence[Sequence[GlobalBatchTime]]) -> bool:

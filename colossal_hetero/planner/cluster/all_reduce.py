@@ -95,7 +95,6 @@ class ConcurrentRings:
 
 class _Ring(NamedTuple):
     hops: tuple[Hop, ...]
-    """Between nodes."""
     network: str
     """Kind of channel between nodes; empty without any."""
     inside: Mapping[int, int]
@@ -106,7 +105,6 @@ class _Limits(NamedTuple):
     """Limits of a ring, each different one once: a ring over many nodes has few."""
 
     inside: frozenset[Channel]
-    """Inside nodes, with a message's bandwidth."""
     hops: frozenset[tuple[Channel, tuple[tuple[tuple[Channel, ...], int], ...]]]
     """Between nodes: the channel; of both ends, the NICs and the number of messages that share them."""
 

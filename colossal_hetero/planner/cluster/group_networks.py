@@ -22,8 +22,6 @@ ETHERNET = "Ethernet"
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Names of a node's NICs of one kind."""
-
     interface: str | None = None
     """Name in the operating system, e.g. "eth0"; Gloo and NCCL's sockets need it."""
     hca: str | None = None

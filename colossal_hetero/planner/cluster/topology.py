@@ -39,7 +39,6 @@ class Channel:
             raise ValueError(f"a {self.kind} channel with curve {self.curve}, which gives large messages no bandwidth")
 
     def seconds(self, message_bytes: float) -> float:
-        """Seconds of one message; 0 for no bytes."""
         if message_bytes <= 0:
             return 0.0
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
@@ -135,7 +134,6 @@ class Node:
     inside_bytes_per_second: float = math.inf
     """Limit of all transfers between its devices together: a bus, a switch with few lanes, host memory."""
     dollars_per_hour: float | None = None
-    """Of the whole node; None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,6 @@ class Topology:
         return found
 
     def with_memory_reserve(self, reserve_bytes: int) -> Topology:
-        """Topology with another memory reserve on each device."""
         kinds = {
             kind: replace(kind, memory_reserve_bytes=reserve_bytes) for kind in {device.kind for device in self.devices}
         }

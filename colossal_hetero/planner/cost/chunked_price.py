@@ -127,13 +127,11 @@ def _pipelines(
 def _ordered(
     rows: Sequence[ChunkedPipeline], micro_batches: int, order_seconds: GraphSeconds | None
 ) -> list[ChunkedPipeline]:
-    """The pipelines with the passes of so many micro-batches."""
     order = chunked_order(rows[0].order.stages, rows[0].order.chunks, micro_batches, order_seconds)
     return [replace(row, order=order) for row in rows]
 
 
 def _distinct(rows: Sequence[ChunkedPipeline]) -> list[ChunkedPipeline]:
-    """Pipelines without those that are as fast as another one."""
     return list({(row.slots, row.hops): row for row in rows}.values())
 
 
@@ -225,7 +223,6 @@ def equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> i
 def stage_slots(
     topology: Topology, profile: ModelProfile, groups: Sequence[Sequence[int]], degree: int, micro_batch: int
 ) -> tuple[Slot, ...]:
-    """The slot of each stage, by the ranks of its tensor-parallel group."""
     slots = []
     for group in groups:
         kind = kind_of_group(topology, group, degree)
@@ -236,7 +233,6 @@ def stage_slots(
 
 
 def kind_of_group(topology: Topology, ranks: Sequence[int], degree: int) -> str:
-    """The kind of device of a tensor-parallel group; an error if it is none."""
     kinds = sorted({topology.devices[rank].kind.name for rank in ranks})
     if len(kinds) > 1 or len(ranks) != degree:
         raise ValueError(

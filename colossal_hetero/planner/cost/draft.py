@@ -47,7 +47,6 @@ class Draft:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Number of slots of each kind."""
         kinds = [kind for row in self.rows for kind, _ in row]
         return tuple(np.bincount(kinds, minlength=len(self.pool.kinds)).tolist())
 
@@ -62,7 +61,6 @@ class Draft:
 
     @property
     def pipeline_seconds(self) -> float:
-        """Time of the slowest pipeline, without synchronization."""
         return max(cost.seconds for cost in self.costs)
 
     @cached_property
@@ -80,7 +78,6 @@ class Draft:
 
     @cached_property
     def ranking_seconds(self) -> float:
-        """Seconds by which drafts are compared, see :func:`.ranking_seconds`."""
         plain = self.pool.pipelines is None and not any(any(cost.recompute) for cost in self.costs)
         return ranking_seconds(self.seconds, equal=self.is_equal, plain=plain)
 
@@ -254,7 +251,6 @@ class DraftBuilder:
         return costs
 
     def summing(self, pool: SlotPool, rows: Rows) -> Summing:
-        """The sums of gradients of these pipelines for any cuts."""
         groups = [[pool.kinds[kind].slots[slot] for kind, slot in row] for row in rows]
         return Summing(self._gradients, pool.links.node_kind, groups, pool.kinds[0].costs.gradient_bytes)
 

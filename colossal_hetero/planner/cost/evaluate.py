@@ -117,7 +117,6 @@ def check_prices(topology: Topology) -> None:
 
 
 def plan_cost(topology: Topology, profile: ModelProfile, plan: Plan) -> PlanCost:
-    """Price of an iteration of ``plan``."""
     check_prices(topology)
     used = {topology.devices[rank].node for stage in _stages(plan) for rank in stage.ranks}
     rate = sum(topology.nodes[number].dollars_per_hour or 0.0 for number in sorted(used))
@@ -131,7 +130,6 @@ def plan_cost(topology: Topology, profile: ModelProfile, plan: Plan) -> PlanCost
 
 
 def _sent_bytes(profile: ModelProfile, plan: Plan) -> Iterator[tuple[int, int, float]]:
-    """Bytes per iteration between two ranks."""
     # Sizes do not depend on the kind of device.
     costs = profile.costs(plan.replicas[0].stages[0].device, plan.tensor_parallel, plan.micro_batch)
     for replica in plan.replicas:
@@ -161,7 +159,6 @@ class EvaluatedPlan:
 
     plan: Plan
     simulated_seconds: float
-    """Time of an iteration by event simulation."""
     cost: PlanCost | None
     """None if the cluster has no prices, or not of all devices."""
 
@@ -240,7 +237,6 @@ def evaluate_layout(
 
 
 def evaluate_plan(topology: Topology, profile: ModelProfile, plan: Plan, *, overlap: bool = False) -> EvaluatedPlan:
-    """The plan with its own ranks on this cluster and profile."""
     topology = as_profiled(topology, profile)
     problem = why_other_devices(topology, plan)
     if problem is not None:

@@ -68,7 +68,6 @@ class Summing:
         self._nodes = [[times.node_of[ranks[0]] for ranks in pipeline] for pipeline in groups]
         self._width = len(groups[0][0])
         self._total: list[float] = [0.0, *np.cumsum(gradient_bytes).tolist()]
-        """Bytes of the first blocks together."""
 
     def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
         """Seconds until every stage has summed the gradients of its blocks, all stages at once."""

@@ -22,7 +22,6 @@ class StageLayout:
     block_ranges: tuple[tuple[int, int], ...]
     """``[a, b)`` of each chunk, in the order of the model; at least one."""
     recompute: bool = False
-    """True if the backward pass runs the forward pass again."""
     place: int = field(default=0, compare=False)
     """Its start in the line that was read."""
 

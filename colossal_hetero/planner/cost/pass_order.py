@@ -34,7 +34,6 @@ class Pass(NamedTuple):
     """``weight``: only the gradients of the weights; ``backward`` is without them then. ``transfer``: no pass, but
     messages over the cut behind the chunk that two stages exchange at the same time, between their passes."""
     chunk: int
-    """Number in the order of the model."""
     micro_batch: int
     """Of a transfer, its number among those over its cut."""
 
@@ -99,7 +98,6 @@ class PassOrder:
         return tuple(ordered)
 
     def _source(self, each: Pass) -> Pass | None:
-        """The pass whose result a pass needs."""
         kind, chunk, number = each
         if kind == "forward":
             return Pass("forward", chunk - 1, number) if chunk else None
@@ -218,7 +216,6 @@ class GraphSeconds(FilePart):
     input_gradient: Seconds
     weight_gradient: Seconds
     transfer: Seconds
-    """From a stage to the next, one way."""
 
 
 @lru_cache(maxsize=64)

@@ -66,7 +66,6 @@ class NodeLinks:
         # Without a link, number −1, the last kind of network stands for all.
         networks = [channel.kind for channel in self.channels]
         self._network = [[networks[number] for number in row] for row in self._number[:, :, 0].tolist()]
-        """Kind of the network between nodes of two kinds."""
         self._hops: dict[object, int] = {}
 
     def number(self, channel: Channel) -> int:
@@ -126,7 +125,6 @@ class NodeLinks:
         return number
 
     def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
-        """The number of the slowest channel along an axis."""
         # The number of "no link" is −1.
         seconds = np.array([*self._seconds, np.inf])
         chosen = np.expand_dims(seconds[numbers].argmax(axis=axis), axis)
@@ -138,12 +136,10 @@ class SlotPool:
     """Slots that the devices form, timed for one size of micro-batch."""
 
     tensor_parallel: int
-    """Devices per slot."""
     micro_batch: int
     kinds: tuple[SlotKind, ...]
     """Kinds of slots in ascending order of computing power."""
     total_micro_batches: int
-    """Per iteration, over all pipelines."""
     links: NodeLinks
     pipelines: int | None = None
     """Number of pipelines over which ZeRO stage 1 divides the optimizer's state. None: any number, and ZeRO stage 0."""
@@ -158,7 +154,6 @@ class SlotPool:
 
     @cached_property
     def place_of(self) -> dict[tuple[int, ...], Place]:
-        """Place of each slot by its ranks."""
         return {self.kinds[kind].slots[slot]: (kind, slot) for kind, slot in self.places}
 
     def allows(self, pipelines: int) -> bool:

@@ -50,9 +50,7 @@ class ChunkPlan(FilePart):
     blocks: BlockRange
     forward_seconds: Seconds
     backward_seconds: Seconds
-    """The whole backward pass."""
     schedule_seconds: Seconds = 0.0
-    """Time of the schedule itself, beyond its passes and transfers."""
     hop_seconds: Seconds = 0.0
     """One way over the cut behind the chunk; 0 behind the last one and inside a stage."""
 
@@ -75,9 +73,7 @@ class StagePlan(FilePart):
     transfer_seconds: Seconds
     """Time in steady state: one way over the cuts before and behind the stage; with chunks, over all their cuts."""
     schedule_seconds: Seconds = 0.0
-    """Time of the schedule itself, beyond its passes and transfers."""
     update_seconds: Seconds
-    """Optimizer step, once per iteration."""
     memory_bytes: Amount
     memory_overhead_bytes: Amount = 0.0
     """Part that does not depend on the stage's blocks: the device's reserve, and what passes need for a moment."""
@@ -117,7 +113,6 @@ class Replica(FilePart):
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
     """Stages in the order of their blocks, or of their first chunks."""
     micro_batches: PositiveCount
-    """Micro-batches per iteration, K."""
     pipeline_seconds: Seconds
     """Predicted time of an iteration without synchronization."""
 
@@ -180,17 +175,12 @@ class Replica(FilePart):
 
 
 class Plan(FilePart):
-    """All that is needed to train, and the predicted times."""
-
     schema_version: Literal[1] = Field(default=1, alias="schema")
     units: Units = Field(default_factory=lambda: dict(UNITS))
     model: str
     cluster: str = ""
-    """Name of the cluster file that the plan was made for."""
     profile: str = ""
-    """Name of the profile file that the plan was made from."""
     precision: str = "fp32"
-    """Precision in which the layers were timed."""
     blocks: PositiveCount
     method: str
     schedule: Schedule = "1f1b"
@@ -198,12 +188,10 @@ class Plan(FilePart):
     order_seconds: GraphSeconds | None = None
     """With the schedule ``zbv``: the times from which Colossal-AI orders the passes of all stages."""
     tensor_parallel: PositiveCount
-    """Ranks of every stage."""
     zero_stage: Literal[0, 1] = 0
     """1: each replica keeps an equal part of the optimizer's state of every block. Files leave out 0."""
     micro_batch: PositiveCount
     global_batch: PositiveCount
-    """Samples per optimizer step, over all replicas."""
     iteration_seconds: PositiveSeconds
     relative_error: Annotated[float, Field(ge=0)] | None = None
     """Standard error of ``iteration_seconds`` as a share of it; None, and left out of files, if not in the profile."""
@@ -214,7 +202,6 @@ class Plan(FilePart):
     bound_seconds: PositiveSeconds | None = None
     """Lower bound of the predicted time of all plans that were searched; None if it was not computed."""
     notes: tuple[str, ...] = ()
-    """Decisions and their reasons, for readers."""
     replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
 
     @model_serializer(mode="wrap")
@@ -293,7 +280,6 @@ class Plan(FilePart):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in use."""
         return sum(len(stage.ranks) for replica in self.replicas for stage in replica.stages)
 
     @property
@@ -332,7 +318,6 @@ class Plan(FilePart):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Blocks per stage of the first replica."""
         return self.replicas[0].layers_per_stage
 
     @property
@@ -354,7 +339,6 @@ def load_plan(path: Path | str) -> Plan:
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:
-    """Write a plan, atomically."""
     write_json(plan.model_dump(mode="json", by_alias=True), path)
 
 

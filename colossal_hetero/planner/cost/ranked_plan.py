@@ -26,8 +26,6 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A plan and the reason for its place in the list."""
-
     plan: Plan
     reason: str
     """Reason why it is the best, or how much slower it is than the best, and what most of that comes from."""

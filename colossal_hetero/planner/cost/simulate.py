@@ -44,7 +44,6 @@ class ChunkTimes:
 
     forward_seconds: NDArray[np.float64]
     backward_seconds: NDArray[np.float64]
-    """Whole backward pass, with the gradients of the weights."""
     schedule_seconds: NDArray[np.float64]
     """Time of the schedule itself, half with the forward and half with the backward."""
     hop_seconds: NDArray[np.float64]
@@ -57,14 +56,11 @@ class Event(NamedTuple):
     """One thing that a stage does without interruption."""
 
     kind: Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
-    """See :class:`.Pass`."""
     micro_batch: int
     """Number of the micro-batch, or of the transfer; of the update, 0."""
     start: float
-    """Seconds since the start of the iteration."""
     stop: float
     chunk: int = 0
-    """Place of the chunk in its stage."""
 
 
 class StageShare(NamedTuple):
@@ -92,12 +88,10 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Time from the start of the iteration until all stages have finished their updates."""
         return float((self.stage_seconds + self.times.update_seconds).max())
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
-        """Shares of each stage, ``[stages]``."""
         whole, shares = self.seconds or 1.0, []
         for events in self.events:
             compute, transfer = (
@@ -204,8 +198,6 @@ def simulate_passes(
 
 @dataclass(frozen=True, eq=False)
 class PlanSimulation:
-    """A simulated iteration of a plan."""
-
     plan: Plan
     """The plan with the simulated stage times, to compare its prediction with the simulation."""
     timelines: tuple[Timeline, ...]
@@ -222,7 +214,6 @@ class PlanSimulation:
 def simulate_plan(
     plan: Plan, slow: Mapping[int, float] | None = None, transfers: Transfers = "blocking"
 ) -> PlanSimulation:
-    """Simulate an iteration of every replica of ``plan``."""
     plan = slowed(plan, slow or {})
     known: dict[object, Timeline] = {}
     timelines = []
@@ -251,7 +242,6 @@ def _times(replica: Replica) -> tuple[tuple[float, ...], ...]:
 
 
 def order_of(plan: Plan, replica: Replica) -> PassOrder:
-    """The passes of each stage of a replica."""
     stages, micro_batches, chunks = len(replica.stages), replica.micro_batches, len(replica.layers_per_chunk)
     passes = chunks * micro_batches * (2 if plan.order_seconds is None else 3)
     most = MAX_PASSES_1F1B if plan.schedule == "1f1b" else MAX_PASSES

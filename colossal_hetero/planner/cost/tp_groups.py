@@ -32,14 +32,11 @@ class SlotKind:
     speed: float
     """Speed of the slowest device in a slot, as a share of the speed at which its kind was profiled."""
     usable_bytes: float
-    """Memory of one device without its reserve."""
     costs: LayerCosts
     slots: tuple[tuple[int, ...], ...]
-    """Ranks of each slot, as launched."""
     recomputed: LayerCosts | None = None
     """Costs of a stage that recomputes; None: none may."""
     training_speed: float | None = None
-    """Of the slots' clusters, see :class:`.Device`."""
 
     @cached_property
     def memory_bytes(self) -> float:

@@ -24,7 +24,6 @@ class Transformer:
     hidden: int
     vocabulary: int
     sequence: int
-    """Tokens per sample."""
     heads: int
 
     def __post_init__(self) -> None:
@@ -160,7 +159,6 @@ class VitSizes:
     depth: int
     heads: int
     patch: int
-    """Pixels, each way."""
 
 
 VITS: Mapping[str, VitSizes] = {

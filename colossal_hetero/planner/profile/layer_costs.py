@@ -29,9 +29,7 @@ class LayerCosts:
 
     forward_seconds: NDArray[np.float64]
     backward_seconds: NDArray[np.float64]
-    """Per micro-batch, as ``forward_seconds``."""
     update_seconds: NDArray[np.float64]
-    """Optimizer step, once per iteration."""
     state_bytes: NDArray[np.float64]
     """Parameters, gradients and optimizer state, per device."""
     gradient_bytes: NDArray[np.float64]
@@ -45,7 +43,6 @@ class LayerCosts:
     bucket_bytes: float = 0.0
     """Copy of the gradients in buckets of DistributedDataParallel, if a device runs all blocks."""
     schedule_seconds: float = 0.0
-    """Time of the schedule itself per micro-batch and cut next to a stage; see ``LayerTimes``."""
 
     def memory_for_blocks(self, usable_bytes: float, stages: int) -> float:
         """Bytes of a device's usable memory that are left for state and kept activations.

@@ -72,7 +72,6 @@ class LayerTimes(_ByLayer):
     micro_batch: PositiveCount
     forward_seconds: tuple[Seconds, ...]
     backward_seconds: tuple[Seconds, ...]
-    """By layer, per micro-batch, like ``forward_seconds``."""
     update_seconds: tuple[Seconds, ...]
     """By layer: the optimizer's step, once per iteration."""
     schedule_seconds: Seconds = 0.0
@@ -81,7 +80,6 @@ class LayerTimes(_ByLayer):
     relative_error: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Standard error of the times of all layers together, as a share of them, from repeated passes. 0: unknown."""
     block_runs: tuple[BlockRun, ...] = ()
-    """Measured times of several blocks together, from which those of single blocks come."""
 
     @field_validator("block_runs")
     @classmethod
@@ -148,7 +146,6 @@ class ModelProfile(FilePart):
     gradient_factor: Factor = 1.0
     """Bytes of gradients that replicas sum, per byte of parameters."""
     source: str = ""
-    """Origin of the numbers, for readers."""
     rank_devices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Kind of device by rank, if the profile was measured by ranks; else empty."""
     context_bytes: dict[str, ByteCount] = Field(default_factory=dict)
@@ -208,7 +205,6 @@ class ModelProfile(FilePart):
         return tuple(dict.fromkeys(times.device for times in self.times))
 
     def tensor_parallel_degrees(self, device: str) -> tuple[int, ...]:
-        """Measured on a kind of device, ascending."""
         if device not in self.devices:
             close = get_close_matches(device, self.devices, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; measure it, or name one of these in the cluster file"

@@ -43,9 +43,7 @@ class BatchComparison:
     profile: BatchProfile
     chosen: Allocation
     adapt: AdaptPlan | None
-    """The search that found ``chosen``, if it is that of ``adapt``."""
     results: tuple[MethodResult, ...]
-    """Results of all methods, including ``chosen``."""
 
 
 def compare(
@@ -136,7 +134,6 @@ class DeviceLine:
     busy_seconds: float
     idle_seconds: float
     used_bytes: int
-    """Predicted memory use: the state and the largest micro-batch."""
 
 
 def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLine]:

@@ -42,7 +42,6 @@ class Lane(NamedTuple):
     name: str
     bars: tuple[Event, ...]
     place: float
-    """Vertical place; there is a gap between replicas."""
 
 
 def lanes(simulation: PlanSimulation) -> list[Lane]:

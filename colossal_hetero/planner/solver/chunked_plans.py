@@ -30,7 +30,6 @@ class ChunkedPlans:
             for schedule in problem.schedules
             for number in {"1f1b": (), "interleaved": problem.model_chunks, "zbv": (2,)}[schedule]
         ]
-        """Schedules with numbers of chunks per stage."""
         self.problems: dict[Schedule, str] = {}
 
     def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:

@@ -83,7 +83,6 @@ class GradientBounds:
 
     @cached_property
     def _latency(self) -> float:
-        """Smallest between nodes, in seconds."""
         links = self._pool.links
         channels = [nic for node in self._topology.nodes for nic in node.nics]
         channels += [channel for kind in np.unique(links.node_kind).tolist() for channel in links.from_kind(kind)]

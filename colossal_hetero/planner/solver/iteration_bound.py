@@ -123,7 +123,6 @@ class PipelineTypes:
     min_micro_batches: NDArray[np.int64]
     """Least number of a pipeline, ``[types]``."""
     max_micro_batches: int
-    """Of all pipelines together."""
 
     def micro_batches(self, seconds: float) -> Floats:
         """Most micro-batches of a pipeline of each type in this time, ``[types]``; 0 if too few."""
@@ -199,8 +198,6 @@ MAX_KINDS_INSIDE = 3
 
 @dataclass(frozen=True)
 class _Range:
-    """Some of the plans of a pool."""
-
     pipelines: tuple[int, int]
     blocks: tuple[int, int]
     """Smallest and largest j."""
@@ -286,7 +283,6 @@ class _Pool:
         return self.gradients.one_kind_per_node and len(self.available) <= MAX_KINDS_INSIDE
 
     def _types_of(self, part: _Range) -> PipelineTypes:
-        """Types of pipelines that plans of the range can have."""
         kinds = len(self.available)
         most, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
         if part.inside is not None and part.pipelines[1] > 1:

@@ -45,7 +45,6 @@ class NodeType:
 
 
 def node_types(topology: Topology) -> list[NodeType]:
-    """Types of nodes, in the order of their first nodes."""
     numbers: dict[object, list[int]] = {}
     for number, node in enumerate(topology.nodes):
         devices = tuple((topology.devices[rank].kind, topology.devices[rank].speed) for rank in node.devices)
@@ -268,7 +267,6 @@ class _Search:
         return None
 
     def add(self, row: int, points: Sequence[FrontPoint]) -> None:
-        """Add the plans of a choice, the fastest first."""
         self._left[row] = False
         if points:
             self.ratios.append(points[0].seconds / float(self._seconds[row]))

@@ -32,7 +32,6 @@ class _Form:
     sums: tuple[NDArray[np.float64], ...]
     """Least seconds of 1, 2, … blocks, ``[kinds, blocks]``: any neighbors, the first ones, and the last ones."""
     in_memory: NDArray[np.int64]
-    """Most blocks by kind."""
 
     @classmethod
     def of(cls, seconds: NDArray[np.float64], in_memory: Sequence[int]) -> _Form:
@@ -60,7 +59,6 @@ class PipelineBounds:
         self.transfer_seconds = min(channel.seconds(sent) for channel in pool.links.channels)
         """Shortest possible transfer between stages, one way: over the fastest channel of the pool."""
         self.schedule_seconds = min(kind.costs.schedule_seconds for kind in self.kinds)
-        """Least time of the schedule on one side of a cut."""
         seconds = np.maximum(np.array([kind.block_seconds for kind in self.kinds]), 1e-15)
         self.blocks = seconds.shape[1]
         shares = (seconds / seconds.sum(axis=1, keepdims=True)).mean(axis=0)

@@ -55,7 +55,6 @@ class PlanSearch:
         self.rows = EqualRows(pools, self.bounds, problem.stages, below=below / self._factor)
         self._sums = [self._min_sums(pool) for pool in pools]
         self.drafts: dict[object, Draft] = {}
-        """Candidates that were built, by what they were built from."""
         self.problems: dict[int, str] = {}
         """Reasons why candidates could not be built, by tensor-parallel degree."""
         self.best_ranking = self._known_ranking = below
@@ -64,7 +63,6 @@ class PlanSearch:
         self._near = NEAR if below == np.inf else NEAR_KNOWN
 
     def run(self, is_enough: Callable[[float], bool] | None = None) -> list[Draft]:
-        """Plans, best first; an empty list if there are none."""
         for step in self._steps():
             step()
             found = self.found()
@@ -111,7 +109,6 @@ class PlanSearch:
     # Starts -------------------------------------------------------------------------------------------------
 
     def _try_known(self) -> None:
-        """Try the slots of plans that are known, as they are in these pools."""
         for number, draft in enumerate(self._known[:MAX_ROWS]):
             for pool in self.pools:
                 if pool.micro_batch == draft.pool.micro_batch:

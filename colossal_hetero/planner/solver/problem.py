@@ -34,7 +34,6 @@ class Problem:
     """Machines; inside the search, with the kinds that the profile measured."""
     profile: ModelProfile
     global_batch: int
-    """Samples per optimizer step, over all replicas."""
     micro_batches: Sequence[int] | None = None
     """Sizes to try, in samples; None: all that were measured and divide the global batch."""
     tensor_parallel: Sequence[int] | None = None

@@ -43,7 +43,6 @@ class Answer:
         return self.plans[0].plan
 
     def of_files(self, cluster: Path, profile: Path) -> Answer:
-        """The answer with the names of these files in each plan."""
         names = {"cluster": cluster.name, "profile": profile.name}
         return replace(self, plans=tuple(_changed(each, **names) for each in self.plans))
 
@@ -242,7 +241,6 @@ def _different(drafts: Sequence[Draft], keep: int) -> list[Draft]:
 def _compared(
     problem: Problem, best: Plan, ranked: Sequence[Plan], uniform: PlanSearch | None, found: Sequence[Draft]
 ) -> Plan:
-    """The best plan with what it gains over uniform stages and equal replicas."""
     notes = list(best.notes)
     if uniform is not None:
         # A plan in the list can have uniform stages in an order that the method "uniform" does not try.

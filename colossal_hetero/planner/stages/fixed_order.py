@@ -219,7 +219,6 @@ class AllCuts:
     """Every way to cut a model over a number of stages. What depends on one stage only is computed once."""
 
     def __init__(self, bounds: NDArray[np.int64]) -> None:
-        """``bounds`` are those of :func:`all_bounds`, ``[cuts, stages + 1]``."""
         self.bounds = bounds
         self._stages: dict[object, tuple[_Floats, _Floats, NDArray[np.int64]]] = {}
         """Of a stage: seconds per micro-batch without transfers, of the update, and the most micro-batches."""

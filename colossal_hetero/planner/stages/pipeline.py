@@ -30,14 +30,11 @@ class Slot:
     """A tensor-parallel group that can run one stage; ``LayerCosts`` objects are compared by identity."""
 
     name: str = field(compare=False)
-    """Name in error messages."""
     costs: LayerCosts
     memory_bytes: float
-    """Memory that may be used on each device."""
     recomputed: tuple[LayerCosts, float] | None = None
     """Costs and memory if the stage recomputes; see [Note: recomputation]. None: it may not."""
     training_speed: float | None = None
-    """Measured where its cluster trained alone, with its network; for the method holmes."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,8 @@ class PipelineCost:
     hop_seconds: tuple[float, ...]
     """One transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
     schedule_seconds: tuple[float, ...]
-    """For each cut of the stage, ``LayerCosts.schedule_seconds``."""
     update_seconds: tuple[float, ...]
-    """Optimizer step, once per iteration."""
     memory_bytes: tuple[float, ...]
-    """Memory used on each device of the stage."""
     stage_seconds: tuple[float, ...]
     """t: forward, backward, transfer and schedule time."""
     fits: bool
