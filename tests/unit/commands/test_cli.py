@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -43,11 +42,6 @@ def failure(*arguments: object) -> str:
     return command_line.failure("batches", *arguments)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return saved(tmp_path / "profile.json", links=[])
-
-
 def saved(path: Path, **changes: Any) -> Path:
     save_profile(profile(**changes), path)
     return path
@@ -63,7 +57,8 @@ def test_the_table_shows_the_share_of_each_device_and_the_other_methods() -> Non
     assert max(map(len, result.output.splitlines())) <= 140
 
 
-def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) -> None:
+def test_json_holds_every_rank_and_the_comparison(tmp_path: Path) -> None:
+    path = saved(tmp_path / "profile.json", links=[])
     out = tmp_path / "batches.json"
     assert run(path, "--global-batch", 37, "--stage", 1, "--accumulation", "per_rank", "--out", out).exit_code == 0
     content = json.loads(out.read_text())
@@ -80,14 +75,6 @@ def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == [out, path]
 
 
-def test_every_method_at_every_stage(path: Path) -> None:
-    for stage, method in itertools.product(range(4), METHODS):
-        form = "per_rank" if method == "poplar" and stage < 2 else "shared"
-        result = run(path, "--global-batch", 3, "--stage", stage, "--method", method, "--accumulation", form)
-        assert result.exit_code == 0, result.output
-        assert f"stage {stage}" in result.output and f"method {method}" in result.output
-
-
 def test_what_a_profile_lacks_is_named(tmp_path: Path) -> None:
     slow, tiny = device("slow", flops=None), device("tiny", memory_bytes=2**30, max_batch=0, points=[])
     for method, changes, words in (
@@ -101,35 +88,6 @@ def test_what_a_profile_lacks_is_named(tmp_path: Path) -> None:
         result = run(path, "--global-batch", 8, "--method", other)
         left_out = words.partition(" between")[0].partition("rank 3 (tiny) ")[2] or words.partition(" between")[0]
         assert result.exit_code == 0 and left_out in " ".join(result.output.split()), result.output
-
-
-def test_dropped_ranks_are_listed_with_the_reason(tmp_path: Path) -> None:
-    snail = device("snail", points=[{"batch": 1, "seconds": 50.0}, {"batch": 2, "seconds": 100.0}])
-    changes = dict(kinds=[device(), snail], ranks=[0, 0, 0, 1], links=FULL_LINKS, communication_seconds=0.01)
-    path, out = saved(tmp_path / "profile.json", **changes), tmp_path / "batches.json"
-    result = run(path, "--global-batch", 8, "--method", "adapt", "--out", out)
-    assert result.exit_code == 0, result.output
-    for words in ("dropped", "slowest", "ring over gloo: 0 → ", "without rank 3, gloo"):
-        assert words in result.output, result.output
-    content = json.loads(out.read_text())
-    assert content["adapt"]["dropped"] == [3] and content["ranks"][3]["runs"] == []
-    assert "without rank 3" in run(path, "--global-batch", 8).output  # among the compared methods
-
-
-def test_wrong_options_are_reported_in_one_line(path: Path) -> None:
-    for arguments, words in (
-        (["--global-batch", 0], "0 is not in the range x>=1"),
-        (["--global-batch", -3], "-3 is not in the range"),
-        (["--global-batch", "many"], "'many' is not a valid integer"),
-        ([], "Missing option '--global-batch'"),
-        (["--global-batch", 8, "--stage", 7], "7 is not in the range 0<=x<=3"),
-        (["--global-batch", 8, "--method", "best"], "'best' is not one of 'exact', 'uniform', 'flops', 'adapt'"),
-        (["--global-batch", 8, "--stage", 2, "--accumulation", "per_rank"], "use accumulation='shared', or stage 0 or"),
-        (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
-        (["--global-batch", 8, "--color"], "No such option"),
-    ):
-        assert words in failure(path, *arguments)
-    assert "nothing.json: no such file" in failure(path.with_name("nothing.json"), "--global-batch", 8)
 
 
 def test_the_package_is_the_command() -> None:
@@ -226,12 +184,6 @@ def test_export_writes_the_parameters_of_the_whole_model(folder: Path, tmp_path:
         found = load(out)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
-    assert "there is no folder" in command_line.failure("checkpoint", "ls", tmp_path / "nothing")
-    assert "has no checkpoint of step 11" in command_line.failure("checkpoint", "verify", folder, "--step", 11)
-    assert "no checkpoint of step 11; there are: 20, 10" in command_line.failure(
-        "checkpoint", "export", folder, "--step", 11, "--out", tmp_path / "x.pt"
-    )
-    assert "end its name in" in command_line.failure("checkpoint", "export", folder, "--out", tmp_path / "x.bin")
     (folder / "step-00000020" / BLOCK).unlink()
     assert "the checkpoint of step 10 is complete" in command_line.failure(
         "checkpoint", "export", folder, "--step", 20, "--out", tmp_path / "x.pt"

@@ -1,15 +1,13 @@
-"""``colossal-hetero evaluate``: what it prints and writes; wrong inputs of all commands."""
+"""``colossal-hetero evaluate`` and ``estimate``: what they print and write."""
 
 from __future__ import annotations
 
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cost.evaluate import differences, time_parts
 from colossal_hetero.planner.cost.plan import load_plan, save_plan
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.command_line import failure, run
@@ -62,8 +60,6 @@ def test_errors_show_the_line_and_the_place(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.output.endswith(
         f"Error: column 46: blocks 9 to 11 are in no stage; this one must start at 9\n  {line}\n  {' ' * 45}^\n"
     )
-    assert "no such file" in failure("evaluate", "plan.json", CLUSTER, PROFILE)
-    assert "how large a micro-batch is" in failure("evaluate", "[A100-40 0-23]", CLUSTER, PROFILE)
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'colossal-hetero[plot]'" in failure("evaluate", BEST, CLUSTER, PROFILE, "--plot", "plan.png")
@@ -77,46 +73,10 @@ def test_plans_beside_each_other() -> None:
     for part in ("4.78", "too little", both, "slower than 1", "replicas: 4 replicas → 2 replicas"):
         assert part in words, part
     assert max(map(len, result.output.splitlines())) <= 140
-    wrong = "dp 2 x pp [2 x A100-40 0-23], micro-batch 9 x 2"
-    assert f"plan 2 ({wrong})" in failure("evaluate", BEST, wrong, *arguments)
-    for option, name in (("--out", "p.json"), ("--plot", "p.png")):
-        words = failure("evaluate", BEST, OTHER, *arguments, option, name)
-        assert f"{option} is for one plan, but 2 were given" in words
-
-
-def test_differences_name_what_differs(tmp_path: Path) -> None:
-    paths = tmp_path / "one.json", tmp_path / "other.json"
-    for line, path in zip((BEST, OTHER), paths, strict=True):
-        assert run("evaluate", line, CLUSTER, PROFILE, "--out", path).exit_code == 0
-    one, other = map(load_plan, paths)
-    assert differences(one, one) == []
-    assert sum(time_parts(one).values()) == pytest.approx(one.iteration_seconds)
-    found = dict(each.split(": ", 1) for each in differences(one, other))
-    assert found["devices"] == "4 × A100-40 + 8 × V100-16 → 4 × A100-40"
-    assert found["samples of a micro-batch"] == "1 → 2"
-    assert found["share of the blocks"] == "62% on A100-40, 38% on V100-16 → 100% on A100-40"
-    assert not {"schedule", "ZeRO stage", "tensor-parallel degree"} & found.keys()
 
 
 FILES = (CLUSTER, PROFILE)
 LAYOUT = "dp 4 x pp [A100-40 0-23], micro-batch 1 x 32"
-
-
-def test_layouts() -> None:
-    for line, reason in (
-        ("", "no such file; a layout on one line names its pipelines in brackets"),
-        ("plan.txt", "plan.txt: no such file; a layout on one line names"),
-        ("n" * 5000, "no such file"),
-        ("dp 4 x pp [999999999 x A100-40 0-999999998], micro-batch 1 x 1", "cannot be divided equally"),
-        ("dp 4 x pp [60000 x A100-40 0-59999], micro-batch 1 x 1", "4 pipelines of 60,000 stages are too many"),
-        ("dp 70000 x pp [A100-40 0-23], micro-batch 1 x 1", "70,000 pipelines of 1 stage are too many"),
-        (f"dp 4 x pp [A100-40 0-{'9' * 5000}]", "column 22: numbers have at most 15 digits"),
-        ("dp 4 x pp [A100-40 0-23], micro-batch 1 x 99999999999", "micro_batches is 99999999999: must be at most"),
-        ("dp 1 x pp [A100-40 big 0-23], micro-batch 1 x 8", "column 12: the cluster has no A100-40 big"),
-        ("dp 1 x pp [A100-40 tp 2 0-23], micro-batch 1 x 8", "column 20: all stages have one degree"),
-    ):
-        output = run("evaluate", line, CLUSTER, PROFILE).output
-        assert reason in output and "pydantic" not in output and "Traceback" not in output
 
 
 def test_files_with_odd_names(tmp_path: Path) -> None:
@@ -136,24 +96,43 @@ def test_files_with_odd_names(tmp_path: Path) -> None:
     assert "2: as fast as 1\n  the same layout on other devices, or the same plan" in output
 
 
-def test_numbers_are_finite_and_not_too_large(tmp_path: Path) -> None:
-    prices = tmp_path / "prices.toml"
-    prices.write_text(CLUSTER.read_text().replace("devices = [", "dollars_per_hour = 2.5\ndevices = ["))
-    rent, plan = ((command, prices, PROFILE, "--global-batch", 32) for command in ("rent", "plan"))
-    for arguments, options in (
-        (rent, ("--budget", "--deadline", "--time-limit")),
-        (plan, ("--time-limit", "--gap", "--memory-reserve")),
-    ):
-        for option, number in product(options, ("nan", "inf")):
-            assert "is not a finite number" in failure(*arguments, option, number), option
-    assert "--memory-reserve" in failure("evaluate", LAYOUT, *FILES, "--memory-reserve", "1e300")
-    assert "is not in the range 1<=x<=1000000000000000" in failure(*rent, "--samples", "9" * 400)
-    assert "1000000001 is above 1,000,000,000" in failure(*rent, "--micro-batch", "1,1000000001")
-    line = "dp 4 x pp [A100-40 0-23], micro-batch 1"
-    assert "is not in the range 1<=x<=1000000000" in failure("evaluate", line, *FILES, "--global-batch", 10**20)
-    # Choices may be written as the help shows them.
-    few = ("--schedule", "1F1B", "--top", 1, "--micro-batch", 4)
-    assert run("plan", CLUSTER, PROFILE, "--global-batch", 32, *few).exit_code == 0
-    # The output is checked before the input is read.
-    out = tmp_path / "none" / "plan.json"
-    assert "cannot write" in failure("evaluate", LAYOUT, tmp_path / "none", PROFILE, "--out", out)
+# Estimates ----------------------------------------------------------------------------------------------------
+
+GPT = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocabulary", "100", "--sequence", "32"]
+
+
+def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
+    out = tmp_path / "estimate.json"
+    arguments = [*GPT, "--device", "A100-40", "--device", "T4", "--tp", "1,2", "--micro-batch", "2,8"]
+    result = run("estimate", *arguments, "--out", out)
+    assert result.exit_code == 0, result.output
+    written = load_profile(out)
+    assert written.devices == ("A100-40", "T4") and written.blocks == 4
+    assert written.tensor_parallel_degrees("T4") == (1, 2) and written.micro_batches("T4", 2) == (2, 8)
+    table = result.output
+    assert table.count(" A100-40 ") == 4 and table.count(" T4 ") == 4
+    assert f"{out}: layers of gpt-4x64, estimated from FLOP at 0.4" in table.replace("\n", "")
+
+
+def test_an_estimate_of_any_device(tmp_path: Path) -> None:
+    """Devices with their own speed, those of a cluster file, and a share of the speed for each kind."""
+    out, cluster = tmp_path / "estimate.json", tmp_path / "cluster.toml"
+    devices = ["--device", "W7900=122,48", "--device", "odd=61", "--device", "RTX-4090"]
+    result = run("estimate", *GPT, *devices, "--efficiency", "odd=0.8", "--out", out)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "[kinds.W7900] memory_gb = 48, tflops = 122" in shown and "[kinds.odd] memory_gb = …, tflops = 61" in shown
+    assert "0.4 (W7900), 0.8 (odd), 0.4 (RTX-4090) of nominal" in shown
+    written = load_profile(out)
+    known, odd = (written.costs(name, 1, 1).forward_seconds for name in ("W7900", "odd"))
+    assert odd == pytest.approx(known)  # half as fast, and twice the share
+    cluster.write_text(
+        'schema = 1\n[kinds.mine]\nmemory_gb = 24\ntflops = 122\n[[clusters]]\nname = "x"\n[[clusters.nodes]]\n'
+        'name = "pc"\ndevices = [{ kind = "mine", count = 2 }, { kind = "H100", count = 1 }]\n'
+        'inside = { kind = "PCIe", gigabytes_per_second = 12 }\n'
+    )
+    result = run("estimate", *GPT, "--cluster", cluster, "--efficiency", "0.4", "--out", out)
+    assert result.exit_code == 0, result.output
+    written = load_profile(out)
+    assert set(written.devices) == {"mine", "H100"}
+    assert written.costs("mine", 1, 1).forward_seconds == pytest.approx(known)

@@ -198,11 +198,5 @@ def test_network_cards_are_read_from_sysfs(tmp_path: Path) -> None:
 
 
 def test_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments, words in (
-        (["--out", "nowhere/at/all/cluster.toml"], "there is no folder"),
-        (["--cluster-of", "east"], "'east' does not have the form HOST=CLUSTER"),
-        (["--nproc", "0"], "0 is not in the range"),
-    ):
-        assert words in failure("probe", *arguments)
     monkeypatch.setenv("RANK", "0")
     assert "a launcher has already started the ranks" in failure("probe", "--nproc", "2")
