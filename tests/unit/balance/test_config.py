@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from itertools import product
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from colossal_hetero.balance import BalanceConfig, Pruning
+from colossal_hetero.balance.host_messages import launch_obstacle
 
 CHOICES: dict[type, dict[str, tuple[str, ...]]] = {
     BalanceConfig: {
@@ -174,3 +176,21 @@ def test_deciding_needs_neither_torch_nor_colossalai() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip() == "[]", f"imported {done.stdout}, {done.stderr}"
+
+
+IMPLICIT, ONE = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("nccl", "environment", "set_late", "keeps_order"),
+    [
+        *(((2, 26, 2), IMPLICIT, True, True), ((2, 27, 5), IMPLICIT | ONE, True, True)),
+        *(((2, 21, 5), IMPLICIT | ONE, False, True), ((2, 21, 5), IMPLICIT | ONE, True, False)),
+        *(((2, 21, 5), IMPLICIT, False, False), ((2, 26, 2), ONE, True, False), ((2, 26, 2), {}, False, False)),
+    ],
+)
+def test_an_order_that_may_change_is_refused(nccl: tuple, environment: dict, set_late: bool, keeps_order: bool) -> None:
+    """Over NCCL, operations of two communicators must run in the order in which they were launched."""
+    words = launch_obstacle(nccl, environment, set_late)
+    refused = r"wait for each other forever: NCCL 2\.2.*import colossal_hetero before"
+    assert words is None if keeps_order else re.search(refused, words or "")

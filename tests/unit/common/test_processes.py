@@ -35,14 +35,12 @@ def children(pid: int) -> list[int]:
 
 
 @on_linux
-@pytest.mark.parametrize("ranks_before", [0, 1, 2])
-def test_a_signal_ends_the_ranks_and_removes_temporary_files(ranks_before: int, tmp_path: Path) -> None:
-    """The signal may also come while ranks are being started."""
+def test_a_signal_while_ranks_start_ends_them_and_removes_temporary_files(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SLEEP], env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL
     ) as starter:
         deadline = time.monotonic() + 60
-        while len(children(starter.pid)) < ranks_before + (ranks_before > 0):  # also Python's tracker of resources
+        while len(children(starter.pid)) < 2:  # Python's tracker of resources, and a rank
             assert time.monotonic() < deadline and starter.poll() is None
         starter.send_signal(signal.SIGTERM)
         assert starter.wait(timeout=30) == -signal.SIGTERM
@@ -79,7 +77,6 @@ def fail(message: str) -> None:
 @pytest.mark.parametrize(
     ("run", "arguments", "message"),
     [
-        (fail, ["two words"], r"^(rank 1: )?two words$"),
         (fail, ["rank 7: gone"], "^rank 7: gone$"),
         (os._exit, [3], r"^rank [01] ended with status 3; the other ranks were stopped$"),
     ],

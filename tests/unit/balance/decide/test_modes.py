@@ -22,14 +22,12 @@ from colossal_hetero.balance import (
     decide,
     layer_ratios,
     predicted_seconds,
-    resize_ratios,
 )
 from colossal_hetero.balance.modes import (
     COLUMN_PARTS,
     LayerKind,
     UnitWork,
     decide_counts,
-    iteration_seconds,
     relieved_for,
     relieved_ranks,
     stays_resharded,
@@ -144,17 +142,6 @@ def test_eq1_brings_the_straggler_to_the_reference(slowdown: float, matmul_share
     ratio = decide(group, FREE, config, BalancePlan.idle(ranks)).resize[slow % ranks]
     is_slow = times.work_seconds > 1 + config.threshold
     assert times.work_seconds - ratio * times.matmul_seconds == pytest.approx(1.0) if is_slow else ratio == 0
-
-
-def test_ratios_by_hand() -> None:
-    assert resize_ratios([1.0, 4.0], [1.0, 4.0], 1.0, 0.9).tolist() == [0.0, 0.75]
-    assert resize_ratios([1.0, 4.0], [1.0, 4.0], 2.5, 0.9).tolist() == [0.0, 0.375]  # the mean
-    assert resize_ratios([1.0, 4.0], [0.5, 2.0], 1.0, 0.9).tolist() == [0.0, 0.9]  # capped
-    assert resize_ratios([1.0, 4.0], [0.5, 0.0], 1.0, 0.9).tolist() == [0.0, 0.0]  # nothing to prune
-    # What resizing costs is pruned as well.
-    config = BalanceConfig(mode="resize", pruning=Pruning(resize_overhead=0.05))
-    ratio = decide(straggler(4.0), FREE, config, IDLE).resize[0]
-    assert (1 - ratio + 0.05) * 4.0 == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("every_rank, expected", [(False, (0.0, 0.5, 0.0)), (True, (0.5, 0.5, 0.5))])
@@ -307,13 +294,6 @@ def problem(units: int, slowdowns: tuple[float, ...], per_unit: float = 0.0) -> 
     """A full share takes 1 s times the rank's slowdown."""
     lines = [Line(units, slowdown, slowdown / units, slowdown / units, units) for slowdown in slowdowns]
     return KindProblem(units, 1, units, lines, per_unit)
-
-
-def test_the_time_is_a_sum_over_blocks_of_the_slowest_rank() -> None:
-    problems = [problem(8, (1.0, 2.0)), problem(64, (3.0, 1.0))]
-    assert iteration_seconds(problems, ((8, 8), (64, 64))) == 5.0
-    assert iteration_seconds(problems, ((8, 8), (64, 64)), fixed_seconds=1.0) == 5.0
-    assert iteration_seconds(problems, ((12, 4), (64, 64)), fixed_seconds=1.0) == 1.5 + 3.0 + 1.0
 
 
 EVEN = (64, 64)

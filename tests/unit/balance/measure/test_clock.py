@@ -59,21 +59,6 @@ def pass_by(host: HostSeconds, device: FakeDevice, seconds: float) -> None:
     device.milliseconds += 1e3 * seconds
 
 
-STRETCHES = [("other", 2.0), ("matmul", 5.0), ("block", 4.0), ("matmul", 1.0), ("matmul", 2.0), ("communication", 3.0)]
-"""With a second of other work after them."""
-
-
-def test_parts_are_told_apart(device: FakeDevice, host: HostSeconds) -> None:
-    cpu, cuda = CpuClock(), CudaClock()
-    iterate(cpu, host, device, STRETCHES)
-    iterate(cuda, host, device, STRETCHES)
-    device.catch_up()
-    for times in (*cpu.read(), *cuda.read()):
-        assert times.matmul_seconds == pytest.approx(12.0)
-        assert times.communication_seconds == pytest.approx(3.0) and times.other_seconds == pytest.approx(3.0)
-        assert times.work_seconds == pytest.approx(15.0)
-
-
 ATTENTION, MLP = 0, 1
 PASSES: list[tuple[str, float, int | None]] = [
     ("other", 5.0, ATTENTION),  # the embedding, in whose collective a rank may wait
@@ -106,26 +91,6 @@ def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(
         assert times.migration_seconds == pytest.approx(4.0)
         assert times.communication_seconds == pytest.approx(2 + 4 + 2 + 6 + 2)
         assert times.work_seconds == pytest.approx(5 + 2.5 + 9.375 + 7 + 8)
-
-
-OVERLAPPED = [
-    ("block", 1.0, MLP),
-    ("matmul", 3.0, MLP),  # dX
-    ("overlapped", 5.0, MLP),  # dW, beside the all-reduce of dX
-    ("other", 0.5, MLP),  # the bias
-    ("communication", 2.0, MLP),
-    ("other", 0.25, MLP),
-    ("matmul", 4.0, MLP),  # dX of another layer of the kind, whose dW is not wanted
-    ("communication", 2.0, MLP),
-]
-
-
-def test_a_product_beside_a_collective_counts_as_measured_on_a_cpu(device: FakeDevice, host: HostSeconds) -> None:
-    clock = CpuClock()
-    iterate(clock, host, device, OVERLAPPED)
-    (times,) = clock.read()
-    assert times.kinds[MLP].movable == 1 + 3 + 5 + 4
-    assert times.matmul_seconds == 1 + 3 + 5 + 4
 
 
 INNER: list[tuple[str, float, bool]] = [
@@ -228,8 +193,3 @@ def test_a_gpu_always_waits_for_a_host_that_waits_in_collectives(device: FakeDev
     device.catch_up()
     assert [times.starved for times in clock.read()] == [0.0]
     assert device.queried == 1  # whether the iteration has ended
-
-
-def test_few_marks_ask_whether_the_gpu_waits(device: FakeDevice) -> None:
-    run(CudaClock(), device, [("matmul", 1.0, False)] * 24)
-    assert device.queried == 24 // clocks.STARVED_EVERY

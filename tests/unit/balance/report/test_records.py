@@ -16,11 +16,8 @@ from colossal_hetero.balance.plan import BalancePlan, RankTimes
 from colossal_hetero.balance.report import (
     BalanceReport,
     LocalRecord,
-    ideal_ratio,
     lossless_seconds,
     merge_records,
-    moved_shares,
-    rank_table,
     report,
 )
 
@@ -64,15 +61,6 @@ def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
     assert merge_records([[local(0)], []], [[0, 1]]) == []
 
 
-def test_what_any_group_did_or_noted_is_kept() -> None:
-    flags = [(False, ""), (True, "too slow"), (False, "")]
-    per_rank = [[local(plan_changed=changed, note=note)] for changed, note in flags]
-    (record,) = merge_records(per_rank, [[0, 2], [1]])
-    assert (record.plan_changed, record.note) == (True, "too slow")
-    (record,) = merge_records([per_rank[0], per_rank[2]], [[0, 1]])
-    assert (record.plan_changed, record.note) == (False, "")
-
-
 seconds = st.floats(0.01, 100)
 
 
@@ -86,17 +74,6 @@ def test_lossless_seconds_by_bisection(times: list[tuple[float, float]]) -> None
         done = (np.maximum(0.0, middle - other) / matmul).sum()
         low, high = (middle, high) if done < len(other) else (low, middle)
     assert lossless_seconds(other, matmul) == pytest.approx(high, rel=1e-6)
-
-
-@given(st.integers(2, 16), st.floats(1, 50), seconds, st.floats(0, 10))
-def test_lossless_seconds_of_one_straggler_is_the_papers_bound(
-    ranks: int, slowdown: float, matmul: float, other: float
-) -> None:
-    """``e / (e − 1 + 1/χ)`` of the homogeneous matmul time."""
-    bound = ranks / (ranks - 1 + 1 / slowdown)
-    found = lossless_seconds([other] * ranks, [matmul] * (ranks - 1) + [slowdown * matmul])
-    assert found == pytest.approx(other + matmul * bound)
-    assert ideal_ratio({ranks - 1: slowdown}, ranks) == pytest.approx(bound)
 
 
 def test_report_by_hand() -> None:
@@ -130,14 +107,6 @@ def test_the_report_takes_medians_and_every_note_once_with_the_latest_last() -> 
     assert found.saved_seconds == pytest.approx(found.unbalanced_seconds - found.balanced_seconds)
     assert found.waiting_seconds == 0.0 and found.notes == ()
     assert reported([local(i, note=note) for i, note in enumerate(["", *"aab", "", *"acb"])]).notes == ("a", "c", "b")
-
-
-def test_what_was_given_away_for_good_stands_beside_what_migrated() -> None:
-    found = reported([local(resharded=0.4)], [local(received=0.4)])
-    assert [rank.resharded for rank in found.ranks] == [0.4, 0.0]
-    headings = [str(column.header) for column in rank_table(found).columns]
-    assert "resharded" in headings and "received" in headings and "migrated" not in headings
-    assert moved_shares(0.0, 0.1, 0.0, 0.4) == "migrated 10%, resharded 40%"
 
 
 SLOW = (RankTimes(1.0, 1.0), RankTimes(6.1, 6.1), RankTimes(1.2, 1.2))
