@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.layers.parity import Distances
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.report import results_page
 from benchmarks.gpu.store import CaseResult, PartResults, load_results
-from benchmarks.gpu.training.host_waits import host_waits
 from benchmarks.gpu.worker import measure_part
 
 MACHINE = Machine(torch.device("cpu"), gpus=0, is_tiny=True)
@@ -75,25 +71,6 @@ def test_the_page_shows_every_case() -> None:
     assert "Not run yet: 3 cases." in results_page([about], {}, {"p": ["a", "b", "c"]})
 
 
-def test_the_page_shows_a_part_that_failed_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu.parts.nccl", None)  # so that it cannot be imported
-    failures = command.write_page(MACHINE, tmp_path, {"sync": "its process ended with status 1"})
-    assert list(failures) == ["sync", "nccl"]
-    page = (tmp_path / "RESULTS.md").read_text(encoding="utf-8")
-    assert "**Failed**: its process ended with status 1." in page.splitlines()
-    nccl = page[page.index("## nccl") : page.index("## memory")]
-    assert "**Failed**: it cannot be loaded: ModuleNotFoundError" in nccl
-    assert "Not run yet" in page[page.index("## memory") :]
-
-
-def test_without_a_gpu_the_command_says_what_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert command.main([]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "--tiny" in line
-
-
 EXACT = {"y": torch.tensor([1.0, -4.0], dtype=torch.float64), "dx": torch.tensor([2.0, 1.0], dtype=torch.float64)}
 OFF = {"y": torch.tensor([1.0, -3.9]), "dx": torch.tensor([2.0, 1.5])}
 OF_DENSE = {"y": 0.01, "dx": 0.5}
@@ -112,17 +89,3 @@ def test_half_precision_is_compared_with_the_dense_layer() -> None:
     found.merge(other)
     other.merge(found)
     assert {each.worst["idle"][1] for each in (found, other)} == {"broken, y"}
-
-
-def test_only_warnings_of_synchronizing_operations_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[object] = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    show = warnings.showwarning
-    with host_waits(torch.device("cuda")) as waits:
-        for _ in range(2):  # also if the same line waits again
-            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
-        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
-    assert [wait.place.partition(":")[0] for wait in waits] == ["benchmarks/test_gpu_suite.py"] * 2
-    assert modes == ["warn", 0]
-    assert warnings.showwarning is show

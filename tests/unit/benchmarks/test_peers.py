@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from benchmarks.planner.peers import run_planners
-from benchmarks.planner.peers.compare import PricedPlan, count_wins, load_peer_plans
+from benchmarks.planner.peers.compare import PricedPlan, count_wins
 from benchmarks.planner.peers.layouts import has_one_degree, layout_line
-from benchmarks.planner.peers.run_planners import Found, choose, written
-from benchmarks.planner.published_clusters import CLUSTERS, Case, cluster_name
 from colossal_hetero.planner.cost.layout_line import read_layout
 from tests.support.plans import plan
 
@@ -90,72 +84,3 @@ def test_plans_of_sailor_are_layout_lines() -> None:
             line(pipeline(stages, ends), mbs=mbs)
     with pytest.raises(ValueError, match="do not hold the layers 0 to 11"):
         layout_line({"mbs": 1, "pipelines": [pipeline([A], ())]}, 12, 1, 1, 16)
-
-
-PLANS = """
-peer = "Metis"
-repository = "SamsungLabs/Metis"
-commit = "4b24046fbef31ca6fec6ccfd772d709f16257320"
-
-[[plans]]
-cluster = "2 × 4 A100-40 + 2 × 4 V100-16"
-model = "OPT-350"
-layout = "dp 8 x pp [V100-16 0-9 | A100-40 10-23], micro-batch 1 x 32"
-"""
-
-
-def test_plans_of_peers(tmp_path: Path) -> None:
-    file = tmp_path / "metis.toml"
-    file.write_text(PLANS, encoding="utf-8")
-    (each,) = load_peer_plans(tmp_path)
-    assert each.peer == "Metis (SamsungLabs/Metis@4b24046)" and each.cluster == cluster_name(CLUSTERS[0])
-    for word, other, message in (
-        ("commit", "version", r"metis\.toml lacks commit"),
-        ("layout", "plan", "needs cluster, model and layout"),
-    ):
-        file.write_text(PLANS.replace(word, other), encoding="utf-8")
-        with pytest.raises(ValueError, match=message):
-            load_peer_plans(tmp_path)
-
-
-CASE = Case("1 × 4 A", cast(Any, None), cast(Any, SimpleNamespace(name="OPT", layers=6, before=1, after=1)))
-
-
-def peer_plan(degree: int, seconds: float) -> dict[str, Any]:
-    stages = [[[[["A", 4, "zone"]], degree]]]
-    pipelines = [{"layers_per_stage": [list(range(6))], "tmp_stages": stages}]
-    return {"mbs": 1, "pipelines": pipelines, "own_seconds": seconds}
-
-
-def test_the_first_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        run_planners,
-        "evaluate_layout",
-        lambda *given, global_batch: SimpleNamespace(fits=given[2].tensor_parallel == 4),
-    )
-    plans = [peer_plan(8, 1.0), peer_plan(2, 1.5), peer_plan(4, 2.0), peer_plan(1, 3.0)]
-    answer = {"returned": 9, "too_large": 5, "plans": plans}
-    found = choose(answer, CASE, 8)
-    assert (found.layout, found.own_seconds) == ("tp 4 · dp 1 × pp [A 0-3] · micro-batch 1 × 8", 2.0)
-    assert found.note == (
-        "9 plans returned; left out: 5 × too large by Sailor's count; 1 × a tensor-parallel group of 8 GPUs reaches "
-        "beyond a node; 1 × too large by our count"
-    )
-    two = {
-        "layers_per_stage": [[0, 1, 2], [3, 4, 5]],
-        "tmp_stages": [[[[["A", 4, "zone"]], 1]], [[[["A", 4, "zone"]], 2]]],
-    }
-    found = choose({**answer, "plans": [{"mbs": 1, "pipelines": [two]}]}, CASE, 8)
-    assert found.layout == "dp 1 × pp [A (tp 1) 0-1 | A (tp 2) 2-3] · micro-batch 1 × 8"
-    assert found.note.startswith("9 plans returned; not priced: several tensor-parallel degrees")
-    found = choose({**answer, "plans": [peer_plan(2, 1.0)]}, CASE, 8)
-    assert found.layout is None and found.note.startswith("none of 9 plans can be used; left out: 5 ×")
-
-
-def test_the_file_is_read_back(tmp_path: Path) -> None:
-    results = [(CASE, Found("dp 1 × pp [A 0-3]", '3 plans "returned"', 2.0, 1.5)), (CASE, Found(None, "crashed"))]
-    text = written("Metis", results, "cf2c8e3c", Namespace(seconds=300.0, global_batch=256))
-    (tmp_path / "metis.toml").write_text(text, encoding="utf-8")
-    (each,) = load_peer_plans(tmp_path)
-    assert (each.cluster, each.model, each.layout) == ("1 × 4 A", "OPT", "dp 1 × pp [A 0-3]")
-    assert "[[missing]]" in text and 'note = "crashed"' in text and "own_prediction_seconds = 2" in text

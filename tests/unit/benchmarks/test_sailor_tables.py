@@ -8,7 +8,6 @@ from statistics import mean, median
 
 import pytest
 
-from benchmarks.planner.estimated_times import estimate_times
 from benchmarks.planner.predicted_plans import MeasuredPlan, PlanPrediction, load_measured_plans, predict
 from benchmarks.planner.published_clusters import read_published
 from benchmarks.planner.sailor_tables import (
@@ -21,8 +20,8 @@ from benchmarks.planner.sailor_tables import (
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, load_profile
-from tests.support.layer_profiles import layer_times, times_of
+from colossal_hetero.planner.profile.layer_profile import load_profile
+from tests.support.layer_profiles import times_of
 from tests.support.paths import REPOSITORY
 from tests.support.shared_hops import hop_channels
 
@@ -80,56 +79,6 @@ def test_times_and_sizes_are_read(tables: Path) -> None:
     read = read_gpu_tables(tables, "tiny")
     assert any("GH-96: the optimizer's step was not timed" in each for each in read.left_out)
     assert not any(times_of(read.profile, "GH-96", 1, 1).update_seconds)
-
-
-def _exact_profile(name: str, parameters: int, activations: int, factors: dict[str, float]) -> ModelProfile:
-    """A block takes 1 ms plus, per sample, 2 ms per GB of parameters and 3 ms per GB of activations; the factor of the
-    GPU multiplies this."""
-    sizes = LayerSizes(
-        parameter_bytes=(10**8, parameters, parameters, 10**8),
-        activation_bytes=(10**6, activations, activations, 10**6),
-        output_bytes=(10**6,) * 4,
-    )
-    times = []
-    for gpu, factor in factors.items():
-        for batch in (1, 2, 4):
-            block = factor * (1e-3 + batch * (2e-3 * parameters / 1e9 + 3e-3 * activations / 1e9))
-            layers = (1e-4, block, block, 1e-4)
-            step = tuple(1e-12 * each for each in sizes.parameter_bytes)
-            times.append(layer_times(gpu, layers, micro_batch=batch, update_seconds=step))
-    return ModelProfile(name=name, times=tuple(times), sizes=(sizes,))
-
-
-def test_an_estimate_is_the_fit_corrected_by_the_error_on_the_reference() -> None:
-    small = _exact_profile("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
-    large = _exact_profile("large", 10**9, 2 * 10**9, {"new": 2.0, "old": 5.0})
-    # On "old" the wanted model takes a fifth longer than its sizes predict.
-    wanted = _exact_profile("wanted", 4 * 10**8, 10**9, {"old": 6.0})
-    estimated = estimate_times(wanted, [small, large], "new", reference="old", micro_batches=(1, 3))
-    assert estimated.devices == ("old", "new")
-    for batch in (1, 3):
-        times = times_of(estimated, "new", 1, batch)
-        block = 1.2 * 2 * (1e-3 + batch * (2e-3 * 0.4 + 3e-3))
-        assert times.forward_seconds[1:3] == pytest.approx([block, block], rel=1e-4)
-        assert times.update_seconds == pytest.approx([1e-4, 4e-4, 4e-4, 1e-4])
-    assert "new: estimated from small and large there" in estimated.source
-
-
-@real
-def test_published_rows_of_gpt_neo_on_gh200_are_rejected() -> None:
-    read = read_gpu_tables(REAL_TABLES, "GPT-Neo-2.7")
-    assert "GH-96" not in read.profile.devices
-    assert "GH-96: its rows have 26 layers, but GPT-Neo-2.7 has 34; they belong to another model" in read.left_out
-
-
-@real
-def test_published_steps_are_those_of_four_layers() -> None:
-    """Adam moves 28 bytes per parameter: both models have the same bytes per second on one kind of GPU."""
-    for gpu, rate in (("V100-16", 0.75e12), ("A100-40", 1.24e12)):
-        for model in ("OPT-350", "GPT-Neo-2.7"):
-            profile = read_gpu_tables(REAL_TABLES, model).profile
-            update = sum(times_of(profile, gpu, 1, 1).update_seconds)
-            assert 28 * sum(profile.sizes[0].parameter_bytes) / 4 / update == pytest.approx(rate, rel=0.02)
 
 
 def test_a_message_that_is_alone_is_as_fast_as_one_gpu() -> None:

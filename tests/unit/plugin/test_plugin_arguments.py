@@ -7,51 +7,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import colossalai
-import numpy as np
 import pytest
 import torch
 from colossalai.interface import OptimizerWrapper
 from torch import nn
 
-import colossal_hetero as package
 from colossal_hetero.planner.cluster.group_networks import Network
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
-from colossal_hetero.plugin.elastic.planning import elastic_planning
 from colossal_hetero.plugin.hybrid.optimizer_slots import HybridOptimizerMemory
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
 from colossal_hetero.plugin.hybrid.plugin_arguments import arguments_from_plan
 from colossal_hetero.plugin.plan_config import PlanConfig
 from tests.support.plans import plan
-from tests.support.random_clusters import random_cluster, random_model, whole_space_problem
+from tests.support.random_clusters import whole_space_problem
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "meant"),
-    [
-        ("BalanceConfig", "mod", "did you mean mode"),
-        ("BalanceConfig", "migrations", "did you mean migration"),
-        ("Pruning", "prioritys", "did you mean priority"),
-        ("BatchConfig", "global_batchsize", "did you mean global_batch_size"),
-        ("CheckpointConfig", "saves_every", "did you mean save_every"),
-        ("PlanConfig", "clusters", "did you mean cluster"),
-        ("ElasticConfig", "xyz", "it has .*seed"),
-        ("HeteroHybridParallelPlugin", "precison", "did you mean precision"),
-        ("HeteroHybridParallelPlugin", "balances", "did you mean balance"),
-    ],
-)
-def test_misspelled_arguments(kind: str, name: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"{kind} has no argument '{name}'; {meant}"):
-        getattr(package, kind)(**{name: 1})
-
-
-def test_a_plugin_before_the_launch_and_a_script_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = r"call colossalai\.launch_from_torch\(\) before you make the plugin.*torchrun"
-    with pytest.raises(RuntimeError, match=words):
-        package.HeteroHybridParallelPlugin(tp_size=2, pp_size=1)
-    with pytest.raises(RuntimeError, match=words):
-        package.HeteroZeroPlugin(1, global_batch_size=8)
+def test_a_script_without_a_launcher_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["/somewhere/bert.py"])
     with pytest.raises(RuntimeError, match=r"torchrun --standalone --nproc-per-node 2 bert\.py$"):
@@ -98,14 +71,6 @@ def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
                 found |= {"zero"} if made.zero_stage == 1 else set()
                 found |= {"recompute" for replica in made.replicas for stage in replica.stages if stage.recompute}
     assert used == {"all": {"zero", "recompute"}, "recompute": {"recompute"}, "zero": {"zero"}, "none": set()}
-
-
-def test_elastic_training_has_simple_plans() -> None:
-    random = np.random.default_rng(0)
-    model, topology = random_model(random), random_cluster(random, 4)
-    names = [node.name for node in topology.nodes]
-    planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, model, names)
-    assert (planning.recompute, planning.zero_stages, planning.layer_sums) == (False, (0,), True)
 
 
 @pytest.mark.parametrize(

@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import timm.optim
 import torch
-from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import OptimizerWrapper
 from colossalai.nn.optimizer import Lamb
 from torch.nn import Parameter
 
-from colossal_hetero.plugin.checkpoint_part import PresentCheckpointIO
 from colossal_hetero.plugin.zero.elementwise_updates import ELEMENTWISE, can_be_sharded, check_sharding
-from colossal_hetero.plugin.zero.zero_checkpoints import check_groups, plain_name
+from colossal_hetero.plugin.zero.zero_checkpoints import check_groups
 from colossal_hetero.plugin.zero.zero_plugin import RankDevice, stages_for, stages_to_try
 from colossal_hetero.plugin.zero.zero_stages import options_by_stage
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "accumulation", "words"),
-    [
-        *(
-            (stage, "fp32", "shared", r'is not a ZeRO stage; use 0, 1, 2, 3 or "auto"')
-            for stage in (4, -1, "3", None, True, 1.5)
-        ),
-        (1, "fp8", "shared", "precision='fp8' is not one of fp32, fp16, bf16"),
-        (3, "fp16", "shared", "precision='fp16' is not available at stage 3; use fp32 or bf16"),
-        (2, "fp32", "per_rank", 'accumulation="per_rank" needs stage 0 or 1, not 2'),
-        (3, "bf16", "per_rank", 'accumulation="per_rank" needs stage 0 or 1, not 3'),
-    ],
-)
-def test_stages_and_combinations_that_do_not_exist(stage: Any, precision: str, accumulation: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        stages_to_try(stage, precision, accumulation)
 
 
 def test_auto_tries_the_stages_that_the_other_arguments_allow() -> None:
@@ -148,19 +126,3 @@ def test_only_the_same_parameters_in_the_same_groups_are_loaded(saved: Any, pres
         return
     with pytest.raises(ValueError, match=words):
         check_groups(saved, present)
-
-
-def test_names_do_not_depend_on_wrappers() -> None:
-    assert plain_name("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight") == "layers.0.weight"
-    assert plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight") == "layers.0.weight"
-
-
-def test_the_present_checkpoint_io_is_used() -> None:
-    present = [SimpleNamespace(save_model=lambda path: f"first {path}", use_zero=False, async_writers=[1])]
-    forwarding = PresentCheckpointIO(lambda: present[-1])
-    assert isinstance(forwarding, CheckpointIO)
-    assert forwarding.save_model("x") == "first x" and not forwarding.use_zero and forwarding.async_writers == [1]
-    present.append(SimpleNamespace(save_model=lambda path: f"second {path}", use_zero=True))
-    assert forwarding.save_model("x") == "second x" and forwarding.use_zero is True
-    assert not hasattr(forwarding, "async_writers")
-    assert copy.copy(forwarding).use_zero and copy.deepcopy(forwarding).use_zero

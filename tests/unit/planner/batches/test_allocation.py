@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner import Allocation, Curve, Share, allocate
-from colossal_hetero.planner.batches.allocation import METHODS, evaluate, largest_remainders
+from colossal_hetero.planner import Allocation, Curve, allocate
+from colossal_hetero.planner.batches.allocation import METHODS, largest_remainders
 from tests.support.random_examples import examples
 
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
@@ -220,38 +220,3 @@ def test_the_flops_method_divides_in_proportion_to_flops() -> None:
     found = allocate([curve] * 2, 24, 2, method="flops", flops=[2e12, 1e12])
     assert [share.sizes for share in found.shares] == [(8, 8), (4, 4)]
     assert list(largest_remainders([1, 1, 1], 5)) == [2, 2, 1]
-
-
-CURVE, PAIRS = Curve.from_seconds([1.0, 2.0]), Curve.from_seconds([1.0, 2.0, 3.0], 2)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (([CURVE], 0, 0), "global_batch_size=0 must be"),
-        (([CURVE], 2.5, 0), "global_batch_size=2.5 must be"),
-        (([], 4, 0), "no curves"),
-        (([CURVE], 4, 4), "stage=4 does not exist"),
-        (([CURVE, CURVE.limited(0)], 4, 1), "rank 1 cannot hold one sample in stage 1; use a higher stage"),
-        (([CURVE.limited(0)], 4, 3), "rank 0 cannot hold one sample in stage 3; free memory"),
-        (([CURVE], 4, 0, {"method": "best"}), "unknown method 'best'; valid are exact"),
-        (([CURVE], 4, 0, {"accumulation": "none"}), "unknown accumulation 'none'"),
-        (([CURVE], 4, 2, {"accumulation": "per_rank"}), "use accumulation='shared', or stage 0 or 1"),
-        (([PAIRS], 8, 0, {"accumulation": "per_rank"}), "accumulation='per_rank' is not possible with a model"),
-        (([CURVE], 4, 2, {"communication_seconds": -1.0}), "communication_seconds=-1.0"),
-        (([CURVE], 4, 0, {"method": "flops"}), "needs flops"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "flops has 2 values for 1 ranks"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [0.0]}), r"flops\[0\]=0.0 must be"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), r"flops\[0\]=None must be"),
-        (([CURVE], 4, 0, {"step_seconds": [1.0, 2.0]}), "step_seconds has 2 values for 1 ranks"),
-        (([CURVE], 4, 0, {"step_seconds": [-1.0]}), r"step_seconds\[0\]=-1.0 must be"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
-    curves, samples, stage, *more = arguments
-    with pytest.raises(ValueError, match=message):
-        allocate(curves, samples, stage, **(more[0] if more else {}))
-    with pytest.raises(ValueError, match="rank 1 holds at most 2 samples, not a micro-batch of 3"):
-        evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
-    with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):
-        evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((2, 2),))], 2, method="exact")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -119,20 +118,3 @@ def test_with_recomputation_an_estimate_takes_the_flop_of_holmes() -> None:
     logits = 4 * model.head_forward_flop
     total = float(costs.forward_seconds.sum() + costs.backward_seconds.sum()) * 1e12
     assert total == pytest.approx(flop + logits, rel=1e-12)  # here the head is recomputed with the last block
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"efficiency": 0.0}, r"efficiency=0\.0; the share .* above 0 and at most 1"),
-        ({"efficiency": 1.5}, "efficiency=1.5"),
-        ({"tensor_parallel": [3]}, "does not divide heads=32"),
-        ({"devices": []}, "no device to estimate for; name at least one kind"),
-        ({"devices": [DeviceKind("a", 1, 1.0)] * 2}, "two entries of micro-batch 1 on a at tensor_parallel 1"),
-    ],
-)
-def test_impossible_estimates(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        estimated_profile(SMALL, **{"devices": KINDS, **options})
-    with pytest.raises(ValueError, match="multiple of heads=3"):
-        Transformer(layers=2, hidden=100, vocabulary=10, sequence=8, heads=3)
