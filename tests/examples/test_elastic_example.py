@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from examples.elastic import demo, nodes, reference
-from examples.elastic.loop_trace import Finished, Loss, Step, TraceReader, World
+from examples.elastic.loop_trace import Finished, Loss, Step, World
 from examples.elastic.options import Action, check_options, parse_demo_options
 from examples.elastic.report import Change, History, throughput
 from tests.support.forked_python import ForkedPopen
@@ -110,63 +110,3 @@ def test_changes_and_losses_of_a_history():
     assert (history.newest_step, history.members, history.finished) == (4, 3, {"b"})
     edges, rates = throughput(history.times(), 30)
     assert edges == [0, 10, 25, 35] and rates == [3, 2, 3]
-
-
-@pytest.mark.parametrize("killed", "ab")
-def test_two_changes_after_the_same_step(killed):
-    """Node b starts late, and one of both is killed before it has made a step; a before it has written this, too."""
-    history = History([Action("kill", killed, 2)])
-    history.add([World("a", 0, 1, "alone", started=True), Step("a", 1, 0, 10.0), Step("a", 2, 0, 20.0)])
-    if killed == "b":
-        history.add([World("a", 2, 2, "together")])
-    history.add([World("b", 2, 2, "together", received_bytes=4, started=True)])
-    left = "a" if killed == "b" else "b"
-    history.add([World(left, 2, 1, "alone again"), Step(left, 3, 2, 40.0)])
-    found = [(each.step, each.before, each.after, each.why) for each in history.changes()]
-    assert found == [(2, 1, 2, "b joined"), (2, 2, 1, f"{killed} killed")]
-    assert history.members == 1 and history.restarts == []
-
-
-def test_members_that_write_later_than_others():
-    """Node a dies after step 2 was made by both, and before it writes so; b begins step 3 with the old members. Then
-    node b writes that it has started when a has made two steps already."""
-    history = History([Action("kill", "a", 1)])
-    for step in (1, 2):
-        history.add(Loss(node, step, 0, float(step), 1 / 2) for node in "ab")
-    history.add([Step("a", 1, 0, 10.0), Step("b", 1, 0, 10.0), Step("b", 2, 0, 20.0)])
-    history.add([Loss("b", 3, 0, 3.0, 1 / 2), Step("b", 3, 0, 30.0)])
-    history.add([Loss("b", 4, 2, 4.0, 1.0), Step("b", 4, 2, 40.0)])
-    assert history.losses() == {1: 1.0, 2: 2.0, 4: 4.0}
-
-    history = History()
-    for node, loss in (("a", 1.0), ("b", 3.0)):
-        history.add([World(node, 0, 2, "plan", started=True)])
-        for step in (1, 2):
-            history.add([Loss(node, step, 0, loss, 1 / 2), Step(node, step, 0, 10.0 * step)])
-    assert history.losses() == {1: 2.0, 2: 2.0} and history.restarts == []
-
-
-@pytest.mark.parametrize("first", ["bc", "cb"])
-def test_a_history_in_which_all_start_again(first):
-    """Node a dies after step 3, and its layers with it; b starts again from the checkpoint of step 2, and c with it."""
-    history = History([Action("kill", "a", 3)])
-    history.add(World(node, 0, 2, "first plan", started=True) for node in "ab")
-    history.add(Loss(node, step, 0, 1.0, 1 / 2) for step in (1, 2, 3) for node in "ab")
-    history.add(Step(node, step, 0, 10.0 * step) for step in (1, 2, 3) for node in "ab")
-    history.add(World(node, 2, 2, "second plan", started=True) for node in first)
-    assert history.newest_step == 2 and history.restarts == [2]
-    history.add(Loss(node, 3, 2, 2.0, 1 / 2) for node in "bc")
-    history.add(Step(node, 3, 2, 50.0) for node in "bc")
-    (change,) = history.changes()
-    assert (change.step, change.why, change.seconds) == (2, "a lost, c joined, all started again", 30.0)
-    assert history.losses() == {1: 1.0, 2: 1.0, 3: 2.0}
-
-
-def test_a_line_that_is_being_written_is_read_later(tmp_path):
-    line = json.dumps({"kind": "finished", "node": "a"})
-    reader, path = TraceReader(tmp_path), tmp_path / "a-1.jsonl"
-    path.write_text(line + "\n" + line[:9])
-    assert reader.new() == [Finished("a")]
-    assert reader.new() == []
-    path.write_text(line + "\n" + line + "\n")
-    assert reader.new() == [Finished("a")]

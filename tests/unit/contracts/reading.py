@@ -139,15 +139,6 @@ def _of_parents(kind: type, node: ast.AST) -> Iterator[tuple[str, str]]:
                     yield owner, name
 
 
-def attributes() -> Iterator[tuple[str, str]]:
-    """``(module, name)`` of each attribute that this package reads or sets and does not define."""
-    for module, nodes in modules().items():
-        aliases = _aliases(nodes)
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and node.attr not in own_names()[0] and _dotted(node, aliases) is None:
-                yield module, node.attr
-
-
 def overrides() -> Iterator[tuple[str, str, Any, Any]]:
     """``(class, method, own, parent's)`` of each method of Colossal-AI that a class of this package overrides."""
     for module in modules():

@@ -1,4 +1,4 @@
-"""Uneven batches: their settings, how they are divided, and running out of memory in training."""
+"""Uneven batches: how they are divided, running out of memory in training, and labels that a loss may leave out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from colossal_hetero import BatchConfig
 from colossal_hetero.data_parallel import attach
 from colossal_hetero.data_parallel.attach import OutOfMemoryGuard
 from colossal_hetero.data_parallel.batch_balancer import changes_in_words, divider_of, division_in_words
+from colossal_hetero.data_parallel.loss_weights import refuse_ignored
 from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
 from colossal_hetero.planner.batches.closed_loop import Speed
@@ -126,3 +127,14 @@ def test_what_cannot_be_repeated_says_what_happened_and_other_errors_are_left_al
     assert model.eval()(images).shape == (3, 4)
     with pytest.raises(AttributeError):
         optimizer.backward(None)
+
+
+@pytest.mark.parametrize("as_batch", [lambda labels: {"labels": labels}, lambda labels: (labels.float(), labels)])
+def test_maps_with_pixels_without_a_class_are_refused(as_batch: Any) -> None:
+    """255 may be a token."""
+    check, labels = refuse_ignored(None), torch.zeros(2, 4, 4, dtype=torch.long)
+    check(as_batch(labels))
+    labels[1, 2, 3] = 255
+    check(as_batch(labels.flatten(1)))
+    with pytest.raises(RuntimeError, match="a batch has labels of 255, which the samples that were compared"):
+        check(as_batch(labels))

@@ -134,15 +134,6 @@ def test_over_one_group_sums_start_in_the_first_pass_and_what_comes_late_is_kept
     assert started[0] < started[1]  # the second pass knows that two gradients come
 
 
-def test_sums_may_all_start_at_the_end() -> None:
-    model, sums, recorded = three_layers(early=False)
-    with sums.passes(lambda: 1):
-        backward(model, 1)
-        assert "start" not in " ".join(recorded.events)
-        sums.finish()
-    assert recorded.events[3:] == ["start cb", "start a", "finish cb", "finish a"]
-
-
 def test_a_parameter_without_a_gradient_does_not_stop_the_sums() -> None:
     model, sums, recorded = three_layers()
     with sums.passes(lambda: 1):

@@ -25,18 +25,7 @@ from colossal_hetero.plugin.replicas.replica_gradients import (
     divide_into_buckets,
     exchange,
 )
-from colossal_hetero.plugin.replicas.unequal_replicas import groups_of
 from colossal_hetero.plugin.zero.gradient_sums import GradientBucket
-
-
-def test_groups_of_a_replica() -> None:
-    assert set(groups_of([(0, 1), (2, 3), (4, 5)])) == {
-        *((0, 1), (2, 3), (4, 5)),  # tensor parallel
-        *((0,), (1,), (2,), (3,), (4,), (5,)),
-        *((0, 2, 4), (1, 3, 5)),  # pipelines
-        *((0, 4), (1, 5)),  # stages that share weights
-        (0, 1, 2, 3, 4, 5),
-    }
 
 
 def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldParameter]:
@@ -44,9 +33,9 @@ def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldPa
 
 
 def test_a_bucket_ends_at_its_size_and_at_another_type() -> None:
-    parameters = [*held(["a"], 60), *held(["b"], 50), *held(["c"], 500), *held(["d"], 1, "float16")]
-    buckets = divide_into_buckets([*"abcd"], {0: parameters, 1: parameters}, 110)
-    assert [bucket.names for bucket in buckets] == [("d",), ("c",), ("b", "a")]
+    parameters = [*held(["a"], 60), *held(["b"], 50), *held(["c"], 500), *held(["d"], 1, "float16"), *held(["e"], 1)]
+    buckets = divide_into_buckets([*"abcde"], {0: parameters, 1: parameters}, 110)
+    assert [bucket.names for bucket in buckets] == [("e",), ("d",), ("c",), ("b", "a")]
 
 
 def test_ranks_with_other_models_are_named() -> None:

@@ -146,14 +146,6 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
     assert load_cluster(tmp_path / "cluster.toml") == found
 
 
-def test_machines_with_the_same_host_name() -> None:
-    facts = [RankFacts("localhost", machine, "cpu", 10**9, 1e9) for machine in "aabb"]
-    link = MeasuredLink(ranks=(0, 2), protocol="gloo", latency_seconds=0, bytes_per_second=1e9)
-    found, _ = make_topology(facts, [link])
-    assert [(node.name, node.devices) for node in found.nodes] == [("localhost", (0, 1)), ("localhost-2", (2, 3))]
-    assert found.channel(0, 3) == Channel("Ethernet", 1e9)
-
-
 def test_every_pair_of_machines_is_measured_and_pairs_of_a_round_share_no_machine() -> None:
     topology = parse_cluster(
         'schema = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\ncount = 3\ndevices = [{ kind = "T4", count = 3 }]\n'

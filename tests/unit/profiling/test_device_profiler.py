@@ -31,7 +31,6 @@ from colossal_hetero.profiling.memory import (
     reserved_memory,
     used_bytes,
 )
-from colossal_hetero.profiling.progress import SEARCHING, TIMING, Progress
 from colossal_hetero.profiling.rank_profiler import is_too_few_samples, smallest_batch
 
 CPU = torch.device("cpu")
@@ -243,15 +242,6 @@ def test_a_size_that_fits_only_once_is_rejected() -> None:
     found = profiled(device, 50, abort=lambda: aborted.append(1))
     assert found.max_batch == 6 and found.points[-1].batch == 6 and found.memory_bound
     assert len(aborted) == device.runs.count(7) - 1 + sum(batch > 7 for batch in device.runs)
-
-
-def test_the_next_pass_is_told() -> None:
-    progress: list[Progress] = []
-    device = Device(LARGE, lambda batch, run: 0.1 * batch)
-    profiled(device, 32, on_progress=progress.append)
-    assert [each.samples for each in progress] == device.runs
-    assert {each.action for each in progress} == {SEARCHING, TIMING}
-    assert str(progress[1]).endswith("searching for the largest micro-batch, 1 sample")
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import math
 import weakref
 from collections.abc import Iterator
@@ -16,13 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from colossal_hetero.profiling.loss_check import MAX_NOISE, kind_of_loss
 from colossal_hetero.profiling.loss_mean import ROUNDING, Evidence, Pair, _Comparison, why_not_samples
-from colossal_hetero.profiling.progress import Progress, ProgressDisplay
 from colossal_hetero.profiling.training_step import TrialRun, default_training_step
 
 
@@ -206,14 +203,3 @@ def test_examples_of_means_and_sums() -> None:
         ((1.0, 1.0), math.inf, "not finite"),
     ):
         assert kind_of_loss(one, twice) == kind, (one, twice)
-
-
-def test_without_a_terminal_a_line_now_and_then_and_none_of_a_short_measurement() -> None:
-    for seconds, lines in ((31.0, 3), (1.8, 0)):
-        text, time = io.StringIO(), [100.0]
-        console = Console(file=text, force_terminal=False, width=80)
-        show = ProgressDisplay(console, console.status("building"), now=lambda time=time: time[0])
-        while time[0] < 100 + seconds:
-            show(Progress("measuring micro-batches (2 of 4)", 2))
-            time[0] += min(1.0, seconds / 18)
-        assert text.getvalue().splitlines() == ["measuring micro-batches (2 of 4), 2 samples"] * lines

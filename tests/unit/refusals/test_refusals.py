@@ -38,7 +38,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.transcripts import missing_part, read_cases
 from tests.unit.commands.test_plan_command import CLUSTER, PRICES
 from tests.unit.commands.test_plan_command import profile as planned_profile
-from tests.unit.elastic.test_start import JOB
+from tests.unit.elastic.test_membership import JOB
 from tests.unit.planner.cluster.test_cluster_file import FILE
 from tests.unit.planner.profile.test_layer_profile import profile as layer_profile
 

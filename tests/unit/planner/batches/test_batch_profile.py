@@ -14,7 +14,6 @@ from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import (
     load_profile,
     save_profile,
-    state_bytes,
 )
 from colossal_hetero.planner.batches.time_curve import (
     MAX_DIP,
@@ -23,7 +22,7 @@ from colossal_hetero.planner.batches.time_curve import (
     joint_curves,
     joint_seconds,
 )
-from tests.support.batch_profiles import GIB, MODEL, device, profile
+from tests.support.batch_profiles import GIB, device, profile
 
 
 def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
@@ -50,12 +49,6 @@ def test_curves_communication_and_flops_of_a_profile() -> None:
     bad = device("bad", points=[{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}])
     with pytest.raises(ValueError, match=r"device bad: .*batch 2 takes 0.2"):
         profile(kinds=[device(), bad]).curves(0)
-
-
-def test_state_bytes_at_each_zero_stage() -> None:
-    assert [state_bytes(MODEL, stage, 4) / GIB for stage in range(4)] == [16, 7, 5.5, 4]
-    odd = MODEL.model_copy(update={"optimizer_bytes": 7})
-    assert state_bytes(odd, 1, 2) - 4 * GIB == 4
 
 
 def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:

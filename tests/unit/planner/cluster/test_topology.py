@@ -17,7 +17,7 @@ from colossal_hetero.planner.cluster.all_reduce import (
     synchronization_seconds,
 )
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
-from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network, process_environment
+from colossal_hetero.planner.cluster.group_networks import Network, group_network
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.gradient_times import GradientTimes, Summing
 from colossal_hetero.planner.cost.placement import NodeLinks
@@ -152,20 +152,6 @@ def test_a_group_with_a_cpu_uses_gloo() -> None:
         group_network(HOLMES, (0, 12))
 
 
-def test_environment_of_a_group_and_of_a_process() -> None:
-    adapters = {"Ethernet": Adapter(interface="eth0"), "InfiniBand": Adapter(hca="=mlx5_0:1", interface="ib0")}
-    assert Network("nccl", "InfiniBand", "IB").environment(adapters) == {"NCCL_NET": "IB"}
-    assert Network("nccl", "Ethernet", "Socket").environment() == {"NCCL_NET": "Socket"}
-    assert Network("nccl", "NVLink").environment(adapters) == {}
-    assert Network("gloo", "InfiniBand").environment(adapters) == {"GLOO_SOCKET_IFNAME": "ib0"}
-    assert Network("gloo", "Ethernet").environment(adapters) == {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert Network("gloo", "RoCE").environment(adapters) == Network("gloo", "Ethernet").environment() == {}
-    assert process_environment(adapters) == {"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_SOCKET_IFNAME": "=eth0"}
-    roce = {"RoCE": Adapter(hca="mlx5_2", gid_index=3)}
-    assert process_environment(roce) == {"NCCL_IB_HCA": "mlx5_2", "NCCL_IB_GID_INDEX": "3"}
-    assert process_environment({"Ethernet": Adapter()}) == {}
-
-
 # Rings and hops -----------------------------------------------------------------------------------------------------
 
 
@@ -225,20 +211,6 @@ def test_rings_share_a_nic() -> None:
         assert alone == pytest.approx(1e9 / (200 * GIGABIT))
         assert concurrent_seconds(topology, groups, [1e9] * 8) == pytest.approx([factor * alone] * 8)
         assert synchronization_seconds(topology, groups[0], 1e9, sharing=8) == pytest.approx(factor * alone)
-
-
-def test_rings_on_different_networks_do_not_slow_each_other() -> None:
-    """One ring stays in its cluster on InfiniBand; the other one leaves the same node over Ethernet."""
-    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
-    groups = [(0, 2), (1, 4)]
-    assert concurrent_seconds(topology, groups, [1e9, 1e9]) == pytest.approx(
-        [synchronization_seconds(topology, group, 1e9) for group in groups]
-    )
-    # Two rings on Ethernet slow each other where they share a NIC: node 0 sends both.
-    both = concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 1e9])
-    assert both == pytest.approx([synchronization_seconds(topology, (0, 4), 1e9, sharing=2)] * 2)
-    # A ring without gradients takes no bandwidth.
-    assert concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 0])[0] < both[0]
 
 
 def test_a_ring_uses_one_network() -> None:
