@@ -54,19 +54,6 @@ def test_kept_columns_are_as_many_as_asked_for_and_ascending(rule: Any, transpos
         selector.end_interval(weight)
 
 
-def test_random_draws_anew_and_by_the_seed() -> None:
-    weight, x = weight_and_input(columns=40)
-
-    def draws(seed: int) -> list[list[int]]:
-        selector = make_selector("random", weight, seed)
-        return [indices(selector(x, weight, 20)) for _ in range(5)]
-
-    assert draws(1) == draws(1) != draws(2)
-    assert len({tuple(drawn) for drawn in draws(1)}) == 5
-    counts = np.bincount(np.concatenate([drawn for seed in range(1, 5) for drawn in draws(seed)]), minlength=40)
-    assert (counts > 0).all(), "some column is never kept"
-
-
 @every_layout
 @every_weight
 def test_norm_product_is_the_top_k_of_the_products_of_norms(transposed: bool, dtype: torch.dtype) -> None:
@@ -176,21 +163,6 @@ def test_a_rank_that_becomes_slow_knows_how_weights_varied_before() -> None:
     epoch(0.1, 0.2, 0.6, 0.3, 0.5, 0.4)
     resize.prune(0.5)
     assert layer.kept() == [2, 4, 5]
-
-
-def test_a_changed_ratio_keeps_the_priorities() -> None:
-    layer = PlainLayer(torch.zeros(3, 8))
-    resize = resizer(1, layer, priority="priority")
-    resize.prune(0.5)
-    first = layer.kept()
-    layer.matrix[:, first] += 1.0
-    resize.end_iteration()
-    resize.prune(0.25)
-    assert set(layer.kept()) > set(range(8)) - set(first), "columns without a variation do not come first"
-    before = layer.kept()
-    resize.prune(0.0)
-    resize.prune(0.25)
-    assert layer.kept() == before, "a rank that is slow again has forgotten its priorities"
 
 
 def test_priority_diff_prunes_quiet_layers_more_within_the_budget() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.elastic.replay import Change, Costs, FitPlan, FittedPlan, Holdings, Job, elastic, read_trace, restarted
+from benchmarks.elastic.replay import Change, Costs, FitPlan, FittedPlan, Holdings, Job, elastic, restarted
 from benchmarks.papers import autohet, semi
 from benchmarks.papers.page import Inputs
 from benchmarks.planner.autohet_groups import MemberKind, find_grouping
@@ -148,12 +147,3 @@ def test_jobs_computed_by_hand() -> None:
     assert totals(restarted(loss, 100.0, plans(), COSTS)) == (3, 1, 1, 48.0, 0.0)
     assert totals(restarted(loss, 100.0, plans(), Costs(load=10.0, save_every=3))) == (1, 3, 1, 48.0, 0.0)
     assert restarted(loss, 100.0, plans(), Costs(load=10.0, save=6.0, save_every=2)).done == 1
-
-
-def test_a_trace_chooses_devices(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    rows = zip((5, 15, 25, 35, 45), (3, 3, 1, 4, 4), strict=True)
-    path.write_text(json.dumps([{"Time": seconds, "GPUs": gpus} for seconds, gpus in rows]))
-    changes, stop = read_trace(path, 4, 0)
-    assert [(each.seconds, len(each.devices)) for each in changes] == [(0, 3), (20, 1), (30, 4)] and stop == 40
-    assert changes[1].devices < changes[0].devices < changes[2].devices

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from benchmarks.planner.peers.compare import PricedPlan, count_wins
 from benchmarks.planner.peers.layouts import has_one_degree, layout_line
 from benchmarks.planner.predicted_plans import MeasuredPlan, PlanPrediction, load_measured_plans, predict
 from benchmarks.planner.published_clusters import read_published
@@ -22,13 +21,10 @@ from benchmarks.planner.sailor_tables import (
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
-from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.cost.layout_line import read_layout
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.layer_profiles import times_of
 from tests.support.paths import REPOSITORY
-from tests.support.plans import plan
-from tests.support.shared_hops import hop_channels
 
 REAL_TABLES = REPOSITORY.parent / "shared" / "data" / "gpu-profiles"
 """The published tables; tests that need them are skipped where they are missing."""
@@ -84,25 +80,6 @@ def test_times_and_sizes_are_read(tables: Path) -> None:
     read = read_gpu_tables(tables, "tiny")
     assert any("GH-96: the optimizer's step was not timed" in each for each in read.left_out)
     assert not any(times_of(read.profile, "GH-96", 1, 1).update_seconds)
-
-
-def test_a_message_that_is_alone_is_as_fast_as_one_gpu() -> None:
-    def curve(most: float) -> Channel:
-        return Channel("Ethernet", 1e9 * most, curve=(0.0, 0.0, most))
-
-    inside = {4: Channel("NVLink", 1e11)}
-    channels = {
-        "V100-16": GpuChannels(inside, {1: curve(2.0), 4: curve(5.0)}),
-        "RTX-3090": GpuChannels(inside, {1: curve(1.0), 4: curve(1.0)}),
-    }
-    topology = make_topology(channels, [("V100-16", 2, 4), ("RTX-3090", 1, 4)])
-    assert topology.channel(0, 4).bytes_per_second == 2e9
-    assert [nic.bytes_per_second for nic in topology.nodes[0].nics] == [2e9, 1e9, 1e9, 1e9]
-    assert [nic.bytes_per_second for nic in topology.nodes[2].nics] == [1e9]
-    # One pipeline that leaves the node gets what one GPU sends, three share what all send together.
-    for pipelines, share in ((1, 2e9), (3, 5e9 / 3)):
-        hops = hop_channels(topology, [[rank, rank + 4] for rank in range(pipelines)])
-        assert [hop.bytes_per_second for (hop,) in hops] == pytest.approx([share] * pipelines)
 
 
 @real
@@ -198,23 +175,6 @@ def test_published_plans_are_predicted() -> None:
 
 
 # Plans of peers -------------------------------------------------------------------------------------------------------
-
-
-def priced(*seconds: float | None, fits: bool = True) -> PricedPlan:
-    return PricedPlan(cast(Any, plan()), seconds, fits, "")
-
-
-def test_wins_are_counted_where_a_plan_has_a_price_and_a_rival() -> None:
-    cases: list[dict[str, PricedPlan | str]] = [
-        {"ours": priced(1.0, None), "peer": priced(1.005, 2.0), "other": priced(0.5, 1.0)},
-        {"ours": priced(2.0, 3.0), "peer": priced(1.6, 3.2), "other": priced(0.5, 1.0)},
-        {"ours": priced(2.0, 3.0), "peer": priced(1.0, 1.0, fits=False)},
-        {"ours": "no plan", "peer": priced(1.0, 1.0)},
-    ]
-    found = count_wins(cases, "ours", 0, {"peer"}.__contains__)
-    assert (found.rows, found.wins, found.behind) == (2, 1, 1.25)
-    found = count_wins(cases, "ours", 1, {"peer"}.__contains__)
-    assert (found.rows, found.wins, found.behind) == (1, 1, 1.0)
 
 
 PEER_LAYERS = 10  # of a model of eight blocks, with an embedding and a head

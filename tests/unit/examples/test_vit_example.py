@@ -135,17 +135,6 @@ def test_each_held_out_image_is_counted_once():
         assert sorted(seen) == list(range(count))
 
 
-def test_images_of_a_folder_are_resized_and_many_are_read_batch_by_batch(tmp_path, monkeypatch):
-    root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1}, size=48)
-    chosen = options(f"--data folder --data-dir {root} --batch-size 4")
-    assert find_data(chosen, chosen.batch_size).classes == 2
-    train, test = load_data(chosen, no_track)
-    held = test.__getitems__([0, 1])[0]
-    assert train.labels.tolist() == [0, 0, 0, 1, 1] and held.shape == (2, 3, 32, 32)
-    monkeypatch.setattr("examples.common.images.MAX_HELD_BYTES", 0)
-    assert torch.equal(load_data(chosen, no_track)[1].__getitems__([0, 1])[0], held)
-
-
 def test_unusable_data_is_reported(tmp_path):
     for number, (train, test, says) in enumerate(
         (

@@ -37,8 +37,6 @@ from colossal_hetero.balance.plan import fit_affine
 from colossal_hetero.balance.ratios import KindProblem, Line, fastest_counts
 
 FREE, IDLE = Costs(), BalancePlan.idle(2)
-RESIZE, AUTO = BalanceConfig(mode="resize"), BalanceConfig(mode="auto")
-MODES = ("off", "resize", "migrate", "semi", "auto")
 MIGRATING = ("migrate", "semi", "auto")
 EXACT = ("migrate", "auto")
 NAN, INFINITE = float("nan"), float("inf")
@@ -91,16 +89,6 @@ def test_corrections_arrive_at_what_is_measured_smoothed_and_limited(true_scale:
         assert FREE.corrected(1.0, seconds).communication_scale == pytest.approx(scale)
     for predicted, found in ((0.0, 1.0), (NAN, 1.0), (1.0, NAN), (1.0, -1.0)):
         assert FREE.corrected(predicted, found) == FREE
-
-
-@given(st.floats(1e-3, 10), st.integers(2, 8), st.sampled_from(MODES), st.data())
-def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: Any, data: st.DataObject) -> None:
-    noise = st.floats(1.0, 1.0 + RESIZE.threshold)
-    group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
-    config = BalanceConfig(mode=mode)
-    none = (0.0,) * (ranks - 1)
-    for before in (BalancePlan.idle(ranks), BalancePlan((0.1, *none), (0.3, *none), (0.0, 0.3, *none[1:]))):
-        assert decide(group, FREE, config, before) == BalancePlan.idle(ranks)
 
 
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))

@@ -105,17 +105,6 @@ def test_a_straggler_is_found_among_batches_of_different_lengths(ranks: int) -> 
         assert loads[slow] < 0.8 and max(works) < 1.1 * min(works), loads
 
 
-@pytest.mark.parametrize("length", [0.1, 1.0, 5.0])
-def test_equal_work_is_in_seconds_from_the_first_decision_on(length: float) -> None:
-    """Costs of communication in seconds are compared with it."""
-    group = SimulatedGroup(2, RESIZE)
-    while not group.decisions:
-        group.iterate([2.0, 1.0], length)
-    slow, fast = group.speed.equal_work()
-    assert slow.work_seconds == pytest.approx(length * (OTHER + 1.4))
-    assert fast.work_seconds == pytest.approx(length * (OTHER + 0.7))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_strong_noise_is_no_change_of_speed(seed: int) -> None:
     """As under a CPU quota, where a rank's work varies by a tenth and more between iterations."""
@@ -216,14 +205,4 @@ def test_patience_doubles_with_each_plan_taken_back_and_relaxes_in_calm() -> Non
     damping.observed(slow_spell=True)
     for _ in range(10 * RELAX_AFTER):
         damping.observed(slow_spell=False)
-    assert damping.patience == 2
-
-
-@pytest.mark.parametrize(("shares", "iterations"), [((0.6, 0.0), 7), ((0.6, 0.5, 0.7), 1), ((0.6, 0.7, 0.0), 4)])
-def test_a_plan_that_lasted_or_was_only_adjusted_is_no_flicker(shares: tuple[float, ...], iterations: int) -> None:
-    damping = Damping(2)
-    for share in shares:
-        damping.relieved(share)
-        for _ in range(iterations):
-            damping.observed(slow_spell=False)
     assert damping.patience == 2

@@ -50,20 +50,6 @@ name = "b"
 count = 2
 devices = [{ kind = "V100-16", count = 2 }]
 nics = [{ kind = "InfiniBand", gigabits_per_second = 200 }, { kind = "Ethernet", gigabits_per_second = 25 }]
-[[clusters]]
-name = "c"
-[[clusters.nodes]]
-name = "c"
-devices = [{ kind = "V100-16", count = 2 }]
-[[links]]
-clusters = ["c", "a"]
-kind = "Ethernet"
-gigabits_per_second = 1
-latency_microseconds = 100
-[[links]]
-clusters = ["b", "c"]
-kind = "Ethernet"
-gigabits_per_second = 2
 """
 
 
@@ -111,11 +97,6 @@ def test_the_channel_between_nodes(hybrid: Topology) -> None:
     assert way(hybrid, "slower", "plain") == ("Ethernet", 10)
     # InfiniBand does not reach another cluster.
     assert way(hybrid, "fast-0", "b-0") == ("Ethernet", 25)
-    assert way(hybrid, "fast-0", "c") == ("Ethernet", 1)
-    assert way(hybrid, "b-1", "c") == ("Ethernet", 2)
-    without = Topology(hybrid.devices, hybrid.nodes, hybrid.clusters, hybrid.between[:1])
-    with pytest.raises(ValueError, match=r"node b-1 of cluster b .* and node c of cluster c \(no NIC\)"):
-        without.channel(15, 17)
 
 
 HOLMES = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), Nodes("Ethernet", [2, 2]))
