@@ -58,10 +58,7 @@ def test_a_division_names_groups_of_equal_ranks() -> None:
 
 @pytest.fixture(autouse=True)
 def outside_of_any_group() -> Any:
-    with (
-        patch.object(attach, "MIN_BYTES", 1),
-        patch.object(attach.dist, "get_rank", lambda: 1),
-    ):
+    with patch.object(attach, "MIN_BYTES", 1), patch.object(attach.dist, "get_rank", lambda: 1):
         yield
 
 

@@ -19,11 +19,7 @@ from tests.support.random_examples import IS_THOROUGH
 # `make test` gives each pytest process a share of the cores. If this is one core, torch warns about two workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-WORKERS = [
-    {"num_workers": 0},
-    {"num_workers": 2},
-    {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
-]
+WORKERS = [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}]
 workers = pytest.mark.parametrize("workers", WORKERS, ids=["none", "two", "persistent"])
 
 

@@ -15,35 +15,22 @@ from colossal_hetero.planner.cluster.topology import Channel, MeasuredLink, Topo
 from tests.support.command_line import failure
 from tests.support.paths import CLUSTERS
 
-GPU_NAMES = {
-    "A100-40": "NVIDIA A100-SXM4-40GB",
-    "A100-80": "NVIDIA A100-SXM4-80GB",
-    "V100-16": "Tesla V100-SXM2-16GB",
-}
+GPU_NAMES = {"A100-40": "NVIDIA A100-SXM4-40GB", "A100-80": "NVIDIA A100-SXM4-80GB", "V100-16": "Tesla V100-SXM2-16GB"}
 
 
 def test_gpu_kinds_by_device_names() -> None:
     for device, gibibytes, name in (
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
-        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40"),
         ("NVIDIA A100 80GB PCIe", 79.2, "A100-80"),
         ("NVIDIA A800-SXM4-80GB", 79.3, "A800"),
-        ("NVIDIA H800", 79.1, "H800"),
-        ("NVIDIA H20", 95.6, "H20"),
         ("Tesla V100-SXM2-16GB", 15.8, "V100-16"),
-        ("Tesla V100-SXM2-32GB", 31.7, "V100-32"),
-        ("Tesla T4", 14.6, "T4"),
         ("NVIDIA GeForce RTX 3090", 23.7, "RTX-3090"),
-        ("GeForce GTX 1080", 7.9, "GTX-1080"),
-        ("NVIDIA RTX A6000", 47.5, "A6000"),
-        ("Quadro RTX 5000", 15.7, "RTX-5000"),
         ("NVIDIA GeForce RTX 2080 Ti", 10.8, "RTX-2080"),
         ("NVIDIA TITAN RTX", 23.6, "Titan-RTX"),
         ("NVIDIA GH200 480GB", 94.5, "GH-96"),
         # Similar names of other GPUs.
         ("NVIDIA H200", 139.8, "H200"),
         ("NVIDIA GeForce RTX 3090 Ti", 23.7, "RTX-3090-Ti"),
-        ("NVIDIA GeForce GTX 1080 Ti", 10.9, "GTX-1080-Ti"),
         ("NVIDIA RTX 5000 Ada Generation", 31.5, "RTX-5000-Ada-Generation"),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, "A100-SXM4-40GB-MIG-3g.20gb"),
         ("cpu", 64, "cpu"),

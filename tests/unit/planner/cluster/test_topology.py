@@ -12,10 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cluster.all_reduce import (
-    concurrent_seconds,
-    synchronization_seconds,
-)
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
 from colossal_hetero.planner.cluster.group_networks import Network, group_network
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology

@@ -158,11 +158,7 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
         inner = draw(st.sets(st.integers(1, blocks - 1), max_size=6)) if blocks > 1 else set()
         bounds = [0, *sorted(inner), blocks]
         return tuple(
-            StageLayout(
-                draw(st.sampled_from(DEVICES)),
-                ((a, b),),
-                draw(st.booleans()),
-            )
+            StageLayout(draw(st.sampled_from(DEVICES)), ((a, b),), draw(st.booleans()))
             for a, b in itertools.pairwise(bounds)
         )
 

@@ -56,7 +56,7 @@ def test_a_layout_on_one_line() -> None:
     assert layout(plan(*(replica(stage(0, 6, (r,), f"kind-{r}")) for r in range(40)))).count("kind-") == 8
     assert layout(large()) == "tp 2 · dp 16 × pp [32 × A100-80 0-31] · micro-batch 2 × 64"
     assert [short_ranks(ranks) for ranks in (range(4), [0, 1, 8, 9], [0, 1, 8, 9, 16, 17])] == [
-        *("0-3", "0-1, 8-9", "0-1 … 17 (6)"),
+        *("0-3", "0-1, 8-9", "0-1 … 17 (6)")
     ]
     made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True)))
     assert "A100-40 0-3 | A100-40 (recompute) 4-5" in one_line(made)
@@ -183,8 +183,7 @@ def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
     assert slow.seconds == pytest.approx(first.seconds + made.synchronization_seconds)
     # The same plan, made with the slower times.
     expected = replica(
-        stage(0, 4, (0, 1)),
-        stage(4, 6, (2, 3), forward_seconds=0.06, backward_seconds=0.12, update_seconds=0.003),
+        stage(0, 4, (0, 1)), stage(4, 6, (2, 3), forward_seconds=0.06, backward_seconds=0.12, update_seconds=0.003)
     )
     assert slow.plan.replicas[0].pipeline_seconds == pytest.approx(expected.pipeline_seconds)
     assert slow.plan.iteration_seconds == pytest.approx(expected.pipeline_seconds + made.synchronization_seconds)

@@ -85,10 +85,10 @@ def test_batches_of_different_lengths_are_no_stragglers(ranks: int, lengths: str
         "lognormal": lambda iteration: float(random.lognormal(0.0, 0.5)),
         "uniform": lambda iteration: float(random.uniform(0.2, 1.8)),
         "two lengths": lambda iteration: (0.3, 1.0)[iteration % 7 > 3],
-        "growing": lambda iteration: 0.2 + iteration / 400,
+        "growing": lambda iteration: 0.2 + iteration / 250,
     }[lengths]
     group = SimulatedGroup(ranks, MIGRATE, seed=ranks, noise=0.05)
-    for iteration in range(400):
+    for iteration in range(250):
         group.iterate([1.0] * ranks, draw(iteration))
         assert group.plan == BalancePlan.idle(ranks), f"{iteration}: {group.plan}"
 
