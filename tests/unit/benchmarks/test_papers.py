@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from benchmarks.elastic.replay import Change, Costs, FitPlan, FittedPlan, Holdings, Job, elastic, restarted
 from benchmarks.gpu.layers.parity import Distances
 from benchmarks.gpu.part import Case, Machine, Part, Row
-from benchmarks.gpu.report import results_page
 from benchmarks.gpu.store import CaseResult, PartResults, load_results
 from benchmarks.gpu.worker import measure_part
-from benchmarks.papers import autohet, semi
+from benchmarks.papers import autohet
 from benchmarks.papers.page import Inputs
 from benchmarks.planner.autohet_groups import MemberKind, find_grouping
 from colossal_hetero.elastic.held_layers import HeldLayers
@@ -32,14 +31,6 @@ def test_every_part_of_autohet_makes_it_faster() -> None:
     figure = autohet.fig9(NO_INPUTS)
     gains = [float(row[2]) for row in figure.rows]
     assert gains == sorted(gains) and gains[0] == 1.0 < gains[-1]
-
-
-def test_plans_of_semi_prune_what_eq_1_says() -> None:
-    """With χ = 4 and products only: γ = (1 − 1/χ) of the minimum, and less of the mean of eight ranks."""
-    slowdowns = [4.0, *[1.0] * 7]
-    assert semi.decided("zero-pridiff-e", slowdowns).resize[0] == 0.5
-    assert semi.decided("zero-pridiff-r", slowdowns).resize[0] == pytest.approx((4 - 11 / 8) / 4)
-    assert not any(semi.decided("auto", slowdowns).resize)
 
 
 def power_of(group: Sequence[int], kinds: Sequence[MemberKind], micro_batches: float) -> float:
@@ -196,23 +187,6 @@ def test_a_case_that_ended_the_process_is_not_tried_again_and_those_of_other_mac
     assert measure(part(a=case), other)
     results = load_results(other)
     assert results is not None and results.cases["a"].rows == [[1.0]]
-
-
-def test_the_page_shows_every_case() -> None:
-    cases = {
-        "a": CaseResult(status="done", rows=[[1.23456, "x|y"], [2, ""]], date="2026-01-02"),
-        "b": CaseResult(status="failed", message="ValueError: no", date="2026-01-01"),
-    }
-    about = Part("p", "What is measured.", ("case", "s", "note"), lambda machine: [])
-    known = PartResults(environment={"device": "1 × H100", "torch": "2.11"}, cases=cases)
-    page = results_page([about], {"p": known}, {"p": ["a", "b", "c"]})
-    for line in (
-        *("What is measured.", "1 × H100, torch 2.11; 2026-01-01 to 2026-01-02."),
-        *("| case | s | note |", "| a | 1.235 | x\\|y |", "| a | 2 |  |"),
-        *("| b | **failed**: ValueError: no |  |", "| c | not run yet |  |"),
-    ):
-        assert line in page.splitlines()
-    assert "Not run yet: 3 cases." in results_page([about], {}, {"p": ["a", "b", "c"]})
 
 
 EXACT = {"y": torch.tensor([1.0, -4.0], dtype=torch.float64), "dx": torch.tensor([2.0, 1.0], dtype=torch.float64)}

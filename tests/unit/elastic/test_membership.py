@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -173,25 +171,6 @@ def enter_and_leave_worlds() -> None:
 
 def test_each_world_has_the_state_that_a_launch_leaves() -> None:
     run_alone(enter_and_leave_worlds, 60)  # it changes the environment and the state of Colossal-AI
-
-
-def form_after_a_failure(port: int) -> None:
-    initialize, reasons = ProcessGroups.initialize, ["Connection closed by peer"]
-
-    def fail_once(*arguments: Any) -> None:
-        if reasons:
-            raise RuntimeError(reasons.pop())
-        initialize(*arguments)
-
-    with patch.object(ProcessGroups, "initialize", fail_once):
-        member = Membership("127.0.0.1", port, "j", "a", max_members=1)
-        world = member.form()
-    assert reasons == [] and (world.rank, world.nodes) == (0, ("a",)) and member.failure is None
-    member.depart()
-
-
-def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int) -> None:
-    run_alone(form_after_a_failure, 60, port=port)
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:

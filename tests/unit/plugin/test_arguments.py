@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,18 +16,14 @@ from torch.nn import Parameter
 
 from colossal_hetero.planner.cluster.group_networks import Network
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
 from colossal_hetero.plugin.hybrid.optimizer_slots import HybridOptimizerMemory
-from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
 from colossal_hetero.plugin.hybrid.plugin_arguments import arguments_from_plan
-from colossal_hetero.plugin.plan_config import PlanConfig
 from colossal_hetero.plugin.zero.elementwise_updates import ELEMENTWISE, can_be_sharded, check_sharding
 from colossal_hetero.plugin.zero.zero_checkpoints import check_groups
 from colossal_hetero.plugin.zero.zero_plugin import RankDevice, stages_for, stages_to_try
 from colossal_hetero.plugin.zero.zero_stages import options_by_stage
 from tests.support.plans import plan
-from tests.support.random_clusters import whole_space_problem
 
 
 def test_auto_tries_the_stages_that_the_other_arguments_allow() -> None:
@@ -174,24 +169,6 @@ def test_groups_with_a_cpu_use_gloo_and_others_nccl_unless_the_user_chose_one_ba
     assert usable_network(gpus, "gloo") == Network("gloo", "InfiniBand")
     assert usable_network(with_a_cpu, "nccl") == Network("nccl", "Ethernet")
     assert usable_network(gpus, "cpu:gloo,cuda:gloo") is None
-
-
-def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
-    used: dict[str, set[str]] = {"all": set(), "recompute": set(), "zero": set(), "none": set()}
-    for seed in (0, 1, 10):
-        topology, profile, global_batch = whole_space_problem(seed)
-        for name, found in used.items():
-            planning = PlanConfig(
-                global_batch_size=global_batch,
-                recompute=name in ("all", "recompute"),
-                zero_stages=(0, 1) if name in ("all", "zero") else (0,),
-            )
-            with suppress(NoPlanError):
-                made = best_plan(planning, topology, profile)
-                assert why_not_runnable(made, len(topology.devices)) is None
-                found |= {"zero"} if made.zero_stage == 1 else set()
-                found |= {"recompute" for replica in made.replicas for stage in replica.stages if stage.recompute}
-    assert used == {"all": {"zero", "recompute"}, "recompute": {"recompute"}, "zero": {"zero"}, "none": set()}
 
 
 @pytest.mark.parametrize(
