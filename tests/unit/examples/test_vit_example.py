@@ -1,13 +1,11 @@
-"""The ViT example's command line, its checks and its data, without ranks."""
+"""The ViT example's command line, its checks and its report, without ranks."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,21 +15,16 @@ from colossal_hetero.balance.config import PAPER_METHODS
 from colossal_hetero.balance.report import IterationRecord, RankRecord
 from colossal_hetero.profiling.named_profile import build_model
 from examples.common.balancing_report import BalancingReport
-from examples.common.images import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
+from examples.common.images import DataInfo, find_data
 from examples.common.measurements import Measurements, summarize
 from examples.common.options import UsageError
 from examples.common.tensor_parallel import Layout
-from examples.common.terminal import write_json
 from examples.vit.model import build_chosen_vit, check_model
 from examples.vit.options import VitOptions, check_options, parse_options
 
 
 def options(line: str = "") -> VitOptions:
     return parse_options(line.split())
-
-
-def no_track(items, _what):
-    return items
 
 
 def make_folder(root: Path, train: dict[str, int], test: dict[str, int], size: int = 32) -> Path:
@@ -98,43 +91,6 @@ def test_models_that_cannot_be_trained_are_rejected_and_others_are_adapted():
         assert {key: value.shape for key, value in shapes.items()} == {key: value.shape for key, value in ours.items()}
 
 
-def test_digits_are_split_by_class_into_disjoint_parts():
-    train, test = load_data(options(), no_track)
-    info = find_data(options(), 64)
-    assert (len(train), len(test), 10) == (info.train_images, info.test_images, info.classes)
-    shares = test.labels.bincount() / (train.labels.bincount() + test.labels.bincount())
-    assert shares.min() > 0.18 and shares.max() < 0.22
-    images, _ = test.__getitems__(range(359))
-    assert images.shape == (359, 3, 32, 32)
-    assert abs(float(images.mean())) < 0.1 and abs(float(images.std()) - 1) < 0.1
-
-
-def test_augmentation_depends_only_on_seed_epoch_and_image():
-    pixels = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
-    sets = [
-        ImageSet(pixels, torch.arange(20), torch.zeros(3), torch.ones(3), Augmentation(4, flip=True), seed=seed)
-        for seed in (1, 1, 2)
-    ]
-    for images in sets:
-        images.set_epoch(3)
-    whole = sets[0].__getitems__(range(20))[0]
-    assert torch.equal(sets[1].__getitems__([7, 2])[0], whole[[7, 2]])
-    assert not torch.equal(sets[2].__getitems__(range(20))[0], whole)
-    sets[0].set_epoch(4)
-    assert not torch.equal(sets[0].__getitems__(range(20))[0], whole)
-
-
-def test_each_held_out_image_is_counted_once():
-    for count, replicas, batch in ((10, 1, 4), (10, 3, 2), (11, 2, 4), (7, 2, 8)):
-        pixels = torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
-        images = ImageSet(pixels, torch.arange(count), torch.zeros(3), torch.ones(3))
-        shares = [list(padded_batches(images, batch, replica, replicas)) for replica in range(replicas)]
-        assert len({len(share) for share in shares}) == 1
-        assert all(len(labels) == len(pixels) == batch for share in shares for pixels, labels in share)
-        seen = [label for share in shares for _, labels in share for label in labels.tolist() if label >= 0]
-        assert sorted(seen) == list(range(count))
-
-
 def test_unusable_data_is_reported(tmp_path):
     for number, (train, test, says) in enumerate(
         (
@@ -181,23 +137,6 @@ def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measure
         records.append(IterationRecord(number, ranks, plan_changed=False, note=note))
     measurements.epoch([2.0] * iterations, 0.5, records)
     return measurements
-
-
-def test_the_summary_holds_medians_after_warm_up_and_the_bound(tmp_path):
-    summary = summarize(measured("--straggler 1:3 --balance resize", 40), [10, 20])
-    assert summary["schema"] == 1 and summary["warmup_iterations"] == 5 and summary["iterations"] == 40
-    assert summary["iteration_seconds"] == pytest.approx({"median": 0.2, "p10": 0.2, "p90": 0.2})
-    assert summary["samples_per_second"] == pytest.approx(320)
-    assert summary["bound"] == pytest.approx({"ideal_ratio": 1.5, "measured_ratio": 2.0})
-    assert summary["ranks"][1]["resized"] == 0.5 and summary["ranks"][0]["wait_seconds"] == 0.05
-    write_json(summary, tmp_path / "summary.json")
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
-
-    short = measured("", 8)
-    short.loss[2] = float(np.nan)
-    summary = json.loads(json.dumps(summarize(short, [10, 20]), allow_nan=False))
-    assert summary["bound"] is None and summary["warmup_iterations"] == 2 and summary["loss"][2] is None
 
 
 def printed_report(measurements: Measurements, capsys, monkeypatch) -> str:
