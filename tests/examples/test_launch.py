@@ -187,9 +187,6 @@ def test_the_imports_of_the_readme_print_nothing_and_later_warnings_are_shown() 
     assert "Failed to load CPU gemm_4bit_forward again" in after
 
 
-# Elastic --------------------------------------------------------------------------------------------------------------
-
-
 SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 6"
 
 

@@ -198,9 +198,6 @@ def test_a_run_resumes_with_another_tensor_parallel_degree(tmp_path: Path) -> No
     assert bytes(train[0].tolist()).isascii()
 
 
-# ZeRO and pipeline ----------------------------------------------------------------------------------------------------
-
-
 SMALL_ZERO = "--hidden 16 --depth 1 --heads 2 --patch 16 --global-batch 128 --epochs 1"
 
 

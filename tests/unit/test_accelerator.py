@@ -88,9 +88,6 @@ def test_only_the_stock_accelerator_of_a_cpu_is_replaced(monkeypatch: pytest.Mon
     assert patched == [1]
 
 
-# Corrections ----------------------------------------------------------------------------------------------------------
-
-
 def descend(chunk_size: int, buffer: Tensor, lists: list[list[Tensor]], *options: Any) -> None:
     if not lists[0]:
         raise RuntimeError("tensor_lists[0].size() is not > 0")

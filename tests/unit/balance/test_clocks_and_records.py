@@ -203,9 +203,6 @@ def test_a_gpu_always_waits_for_a_host_that_waits_in_collectives(device: FakeDev
     assert device.queried == 1  # whether the iteration has ended
 
 
-# Records --------------------------------------------------------------------------------------------------------------
-
-
 def local(iteration: int = 0, work: float = 1.0, matmul: float = 0.5, **others: Any) -> LocalRecord:
     usual = dict(communication_seconds=0.1, resized=0.0, plan_changed=False)
     usual |= dict(equal_work_seconds=work, equal_matmul_seconds=matmul)

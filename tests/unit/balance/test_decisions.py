@@ -372,9 +372,6 @@ def test_units_are_taken_back_when_only_other_ranks_are_slow(current: Any, wante
     assert stays_resharded(relieving(*current), relieving(*wanted)) is stays
 
 
-# Divisions ------------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def plans(draw: st.DrawFn) -> BalancePlan:
     ranks = draw(st.integers(1, 8))

@@ -147,9 +147,6 @@ def test_jobs_computed_by_hand() -> None:
     assert restarted(loss, 100.0, plans(), Costs(load=10.0, save=6.0, save_every=2)).done == 1
 
 
-# GPU suite ------------------------------------------------------------------------------------------------------------
-
-
 MACHINE = Machine(torch.device("cpu"), gpus=0, is_tiny=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -10,17 +9,15 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.peers.layouts import has_one_degree, layout_line
-from benchmarks.planner.predicted_plans import MeasuredPlan, PlanPrediction, load_measured_plans, predict
+from benchmarks.planner.predicted_plans import load_measured_plans, predict
 from benchmarks.planner.published_clusters import read_published
 from benchmarks.planner.sailor_tables import (
-    GpuChannels,
     import_bandwidths,
     make_topology,
     profile_part,
     read_gpu_tables,
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cost.layout_line import read_layout
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.layer_profiles import times_of
@@ -95,68 +92,6 @@ def test_the_shipped_files_are_what_the_importer_makes() -> None:
             assert shipped.channel(one, other).seconds(size) == pytest.approx(expected, rel=0.01)
 
 
-RESERVE = GPUS["GH-96"].memory_reserve_bytes
-UPDATE = 0.028 * 1500 / 1400  # seconds of the optimizer's step of the whole model at degree 1
-
-
-def read_and_predict(
-    tables: Path, stages: list[tuple[list[int], list[int]]], nodes: int, global_batch: int
-) -> tuple[MeasuredPlan, PlanPrediction, GpuChannels]:
-    """A plan on GH-96, which is read from a file: by stage its layers and, by replica, the tensor-parallel degree."""
-    content = {
-        "name": "P",
-        "model": "tiny",
-        "nodes": nodes,
-        "micro_batch": 1,
-        "global_batch": global_batch,
-        "stages": [
-            {"layers": layers, "replicas": [{"gpu": "GH-96", "tensor_parallel": degree} for degree in degrees]}
-            for layers, degrees in stages
-        ],
-        "measured_iteration_seconds": 1.0,
-        "measured_gradient_reduction_seconds": 0.1,
-        "measured_max_memory_bytes": 10**9,
-    }
-    (tables / "measured_iterations.json").write_text(json.dumps([content]))
-    (plan,) = load_measured_plans(tables)
-    channels = import_bandwidths(tables)
-    return plan, predict(plan, read_gpu_tables(tables, "tiny").profile, channels), channels["GH-96"]
-
-
-def test_predictions_computed_by_hand(tables: Path) -> None:
-    plan, one_stage, channel = read_and_predict(tables, [([0, 5], [1, 1])], nodes=2, global_batch=8)
-    assert (plan.replicas, plan.micro_batches) == (2, 4)
-    assert one_stage.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * UPDATE + UPDATE)
-    # 1,500 bytes over two replicas: two messages of 750 bytes.
-    assert one_stage.gradient_seconds == pytest.approx(2 * channel.between[1].seconds(750))
-    # 24 bytes per parameter of 4; activations of 30 bytes per layer, and twice a layer's in backward.
-    assert one_stage.memory_bytes == pytest.approx(6 * 1500 + 5 * 30 + 2 * 30 + RESERVE)
-
-    # Two stages send parts and gather them: 4 MB in two parts of 2 MB (x = 1) at 2 + 4 GB/s together; then each rank
-    # receives the other part inside its node.
-    plan, predicted, _ = read_and_predict(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=1)
-    assert plan.bounds(read_gpu_tables(tables, "tiny").profile) == (0, 2, 3)
-    assert predicted.pipeline.hop_seconds == pytest.approx((4e6 / 6e9 + 2e6 / 100e9,))
-    assert predicted.gradient_seconds == 0
-
-    # A replica with one rank per stage beside one with two: the slower one counts.
-    _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 2]), ([3, 5], [1, 2])], nodes=4, global_batch=8)
-    slow, fast = predicted.pipelines
-    assert predicted.pipeline is slow and slow.seconds > 1.5 * fast.seconds
-    assert slow.hop_seconds == pytest.approx((channel.between[1].seconds(4e6),))
-    assert fast.hop_seconds == pytest.approx((2 * channel.between[2].seconds(2e6) + channel.inside[2].seconds(2e6),))
-    # Stage 0 has 900 bytes. Its ring has two steps, in which the first replica's rank sends 450 bytes.
-    first, second = channel.between[1].seconds(450), 2 * channel.between[2].seconds(225)
-    assert predicted.gradient_seconds == pytest.approx(2 * max(first, second))
-
-    # Two replicas in each of two nodes: the hops of both pass the network at once, rings stay inside the nodes.
-    _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 1]), ([3, 5], [1, 1])], nodes=2, global_batch=4)
-    assert [cost.hop_seconds[0] for cost in predicted.pipelines] == pytest.approx(
-        [2 * channel.between[2].seconds(4e6)] * 2
-    )
-    assert predicted.gradient_seconds == pytest.approx(2 * channel.inside[2].seconds(450))
-
-
 @real
 def test_published_plans_are_predicted() -> None:
     """In N4_D4 the times contradict each other. In N8_D2 of GPT-NEO the stages are those of N4_D1 with four times the
@@ -172,9 +107,6 @@ def test_published_plans_are_predicted() -> None:
     compared = [plan for plan in plans if plan.name != "GPT-NEO/N8/N8_D2"]
     memory = [predictions[plan.name].memory_bytes / plan.memory_bytes - 1 for plan in compared]
     assert min(memory) >= -0.05 and max(memory) <= 0.10
-
-
-# Plans of peers -------------------------------------------------------------------------------------------------------
 
 
 PEER_LAYERS = 10  # of a model of eight blocks, with an embedding and a head

@@ -192,9 +192,6 @@ def test_scalars_are_one_box_and_impossible_divisions_are_refused() -> None:
         divided((3,), 0, [3], 0, 2)
 
 
-# Slices of masters, each on two ranks ---------------------------------------------------------------------------------
-
-
 def test_neighbors_hold_each_slice() -> None:
     assert [slices_held(rank, 4, 2) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 0)]
     assert [slices_held(rank, 2, 2) for rank in range(2)] == [(0, 1), (1, 0)]

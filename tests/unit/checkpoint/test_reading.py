@@ -172,9 +172,6 @@ def test_all_get_what_they_need_and_no_more_is_read_than_is_needed(data: st.Data
     assert all(read_elements[each] <= needed[each] for each in needed)
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
-
-
 STEP, BLOCK = "step-00000020", "block-0001.tp0of1.safetensors"
 
 

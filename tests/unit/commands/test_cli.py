@@ -224,9 +224,6 @@ def test_export_in_shards_has_the_layout_of_hugging_face(folder: Path, tmp_path:
     assert "cannot have several shards" in failure(*command[:-3], out.with_name("x.pt"), *command[-2:])
 
 
-# Evaluate and estimate ------------------------------------------------------------------------------------------------
-
-
 BEST = "tp 1, dp 4 x pp [V100-16 0-4 | V100-16 5-8 | A100-40 9-23], micro-batch 1 x 32"
 OTHER = "dp 2 x pp [2 x A100-40 0-23], micro-batch 2 x 32"
 LARGE = "dp 4 x pp [V100-16 0-23], micro-batch 4 x 8"
@@ -306,8 +303,6 @@ def test_files_with_odd_names(tmp_path: Path) -> None:
     output = run("evaluate", LAYOUT, LAYOUT, *FILES).output
     assert "2: as fast as 1\n  the same layout on other devices, or the same plan" in output
 
-
-# Estimates ----------------------------------------------------------------------------------------------------
 
 GPT = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocabulary", "100", "--sequence", "32"]
 

@@ -76,27 +76,18 @@ def contracts() -> dict[str, dict[str, list[str] | None]]:
 CONTRACTS = contracts()
 
 
-def use_of(owner: str, name: str) -> str:
-    """Where this package uses a name, in words."""
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
-    naming = [path for path, text in texts.items() if re.search(rf"\b{name}\b", text)]
-    close = [path for path in naming if owner.rpartition(".")[2] in texts[path]]
-    words = (f"{path.relative_to(REPOSITORY)} ({texts[path].splitlines()[0][3:]} …)" for path in (close or naming)[:3])
-    return f"used by {', '.join(words)}"
-
-
 @pytest.mark.parametrize("owner", CONTRACTS)
 def test_names_are_there(owner: str) -> None:
     try:
         there = definitions(resolve_name(owner))
     except (AttributeError, ImportError) as error:
-        pytest.fail(f"{owner} is gone ({error}): {use_of(*owner.rsplit('.', 1))}")
+        pytest.fail(f"{owner} is gone ({error}): grep for it in colossal_hetero")
     for name, given in CONTRACTS[owner].items():
-        assert name in there, f"{owner}.{name} is gone: {use_of(owner, name)}"
+        assert name in there, f"{owner}.{name} is gone"
         if given is not None:
             names, needed = parameters(there[name])
             is_same = [each for each in names if each in given] == given and needed <= set(given)
-            assert is_same, f"{owner}.{name} takes {names}, and no longer {given}: {use_of(owner, name)}"
+            assert is_same, f"{owner}.{name} takes {names}, and no longer {given}"
 
 
 @pytest.mark.parametrize("function", ORDERS)
@@ -162,9 +153,6 @@ def test_every_contract_is_used() -> None:
     words = {word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
     unused = [f"{owner}.{name}" for owner in CONTRACTS for name in set(CONTRACTS[owner]) - words - UNSPELLED]
     assert not unused, f"remove from names.txt: {', '.join(unused)}"
-
-
-# Reading of the sources -----------------------------------------------------------------------------------------------
 
 
 OF_PYTHON = {"_fields", "_getframe"}  # documented

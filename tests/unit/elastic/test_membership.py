@@ -217,9 +217,6 @@ def test_only_connections_of_the_world_are_cut(sealed: bool) -> None:
             each.close()
 
 
-# Before a world -------------------------------------------------------------------------------------------------------
-
-
 TORCHRUN = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", GROUP_WORLD_SIZE="1")
 TORCHRUN |= dict(MASTER_ADDR="10.0.0.6", MASTER_PORT="29500")
 TORCHRUN |= dict(TORCHELASTIC_RUN_ID="vit-7", TORCHELASTIC_USE_AGENT_STORE="True")
@@ -263,9 +260,6 @@ def test_a_worker_that_does_not_come_is_waited_for_up_to_the_limit() -> None:
     for rank in (0, 1):
         with pytest.raises(RuntimeError, match=rf"not all of 2 workers came within 0.3 s \(this is rank {rank}\)"):
             find_each_other(HashStore(), rank, 2, "a", 0.3)
-
-
-# Notices and signals --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -290,9 +290,6 @@ def test_worlds_are_not_mixed_and_the_later_one_counts() -> None:
     assert newest_whole_state([found]) == name
 
 
-# What devices hold ----------------------------------------------------------------------------------------------------
-
-
 BLOCK_BYTES = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
 
 

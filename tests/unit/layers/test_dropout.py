@@ -123,9 +123,6 @@ def test_an_exception_in_the_block_leaves_nothing_behind() -> None:
         dropped(torch.ones(2, 36))
 
 
-# Seeded passes --------------------------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     """A stage of a model of three blocks, with dropout before, in and after them."""
 

@@ -81,9 +81,6 @@ def test_the_error_for_a_model_without_a_policy_says_what_is_valid() -> None:
         assert words in str(error.value)
 
 
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "is_memory"),
     [

@@ -166,9 +166,6 @@ def test_neither_weights_nor_gradients_are_copied() -> None:
     assert dw.untyped_storage().nbytes() == case.parameters[0].untyped_storage().nbytes()
 
 
-# Gradients that are added in place ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def calls() -> Any:
     """Calls of what stands in for apex's kernel."""

@@ -137,9 +137,6 @@ def test_only_the_same_parameters_in_the_same_groups_are_loaded(saved: Any, pres
         check_groups(saved, present)
 
 
-# Arguments and plans --------------------------------------------------------------------------------------------------
-
-
 def test_a_script_without_a_launcher_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["/somewhere/bert.py"])

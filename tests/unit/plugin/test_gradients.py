@@ -180,9 +180,6 @@ def test_gradients_that_are_summed_already_are_not_summed_again() -> None:
     check_twice(model, lambda alone: backward(alone, 4))
 
 
-# Replicas that are not alike ------------------------------------------------------------------------------------------
-
-
 def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldParameter]:
     return [HeldParameter(name, size, dtype) for name in names]
 
@@ -289,9 +286,6 @@ def test_a_rank_that_counts_no_gradients_takes_part(reads: list[int]) -> None:
     assert exchange(torch.tensor(4.0).double(), [True, False], words=[2.0, 1.0]) == Commit(
         2, False, frozenset({1}), (2, 1)
     )
-
-
-# Late parameters ------------------------------------------------------------------------------------------------------
 
 
 def started(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> tuple[LateParameters, list[Parameter]]:

@@ -215,9 +215,6 @@ def test_examples_of_means_and_sums() -> None:
         assert kind_of_loss(one, twice) == kind, (one, twice)
 
 
-# State that trials preserve -------------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

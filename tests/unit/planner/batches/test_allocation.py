@@ -191,9 +191,6 @@ def test_a_profile_of_fewer_ranks_in_another_order() -> None:
     assert made.of_ranks(range(4), made.communication_seconds) == made
 
 
-# Allocations ----------------------------------------------------------------------------------------------------------
-
-
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
 FOR_LARGER = [(stage, "shared", 2) for stage in range(4)]
 """For models that train with at least 2 to 4 samples."""

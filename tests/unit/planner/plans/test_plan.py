@@ -136,9 +136,6 @@ def test_plans_with_chunks_that_colossalai_does_not_run(schedule: str) -> None:
     assert "stage 1 of replica 0 runs its forward passes again" in message and f"not with {schedule}" in message
 
 
-# Predictions ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_pipeline_costs_what_the_formula_says():
     schedule = {"fast": 0.02, "slow": 0.1}
     rows = tuple(each.model_copy(update={"schedule_seconds": schedule[each.device]}) for each in profile().times)

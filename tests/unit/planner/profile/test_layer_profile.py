@@ -198,9 +198,6 @@ def test_shards_of_the_optimizer_state() -> None:
         np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])
 
 
-# Estimates ------------------------------------------------------------------------------------------------------------
-
-
 MODEL = Transformer(layers=24, hidden=2048, vocabulary=50257, sequence=2048, heads=16)
 KIND = DeviceKind("RTX-3090", 24 * 10**9, 71e12)
 

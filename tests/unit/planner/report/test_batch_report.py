@@ -78,9 +78,6 @@ def test_the_remaining_ranks_hold_the_state_of_a_dropped_rank() -> None:
     assert "the others could not hold a sample each" in printed(report)
 
 
-# Narrow terminals -----------------------------------------------------------------------------------------------------
-
-
 def at_80_columns(shown: object, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     console = ReportConsole()
     monkeypatch.setattr(console, "file", io.StringIO())
