@@ -3,65 +3,26 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import timm
 import torch
 import transformers
-from colossalai.shardformer import layer as colossalai_layers
 from colossalai.shardformer.policies import auto_policy
-from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from torch import nn
+from colossalai.shardformer.policies.vit import ViTPolicy
 from torch.distributed import DistBackendError
 
 from colossal_hetero.layers import hetero_policy
-from colossal_hetero.layers.policy import HETERO_LAYERS
 from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
 from colossal_hetero.layers.transport import check_room, is_out_of_memory
 
 
-class SmallPolicy(Policy):
-    """A policy for a model with one layer of every kind."""
-
-    targets = (
-        *(*HETERO_LAYERS, colossalai_layers.VocabParallelEmbedding1D),
-        *(colossalai_layers.LinearWithGradAccum, colossalai_layers.DropoutForParallelInput),
-    )
-
-    def config_sanity_check(self) -> None: ...
-
-    def preprocess(self) -> nn.Module:
-        return self.model
-
-    def postprocess(self) -> nn.Module:
-        return self.model
-
-    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
-        replacements = [
-            SubModuleReplacementDescription(f"child{index}", target, {"index": index}, index % 2 == 0)
-            for index, target in enumerate(self.targets)
-        ]
-        return {
-            nn.Linear: ModulePolicyDescription({"heads": 2}, [print], replacements, {"forward": print}),
-            "ByName": ModulePolicyDescription(attribute_replacement={"heads": 2}),
-        }
-
-
-def test_only_the_linear_layers_are_replaced_and_the_given_policy_stays_as_it_is() -> None:
-    given, table = SmallPolicy(), copy.deepcopy(auto_policy._POLICY_LIST)
+def test_the_given_policy_and_colossalais_table_stay_as_they_are() -> None:
+    """That linear layers are replaced, and only these, is in the training of each family."""
+    given, table = ViTPolicy(), copy.deepcopy(auto_policy._POLICY_LIST)
     policy = hetero_policy(given)
-    assert isinstance(policy, SmallPolicy) and policy is not given and type(given) is SmallPolicy
-    assert type(policy).__name__ == "HeteroSmallPolicy" and type(policy) is type(hetero_policy(SmallPolicy()))
-    theirs, ours = given.module_policy(), policy.module_policy()
-    assert ours["ByName"] == theirs["ByName"]
-    for field in ("attribute_replacement", "param_replacement", "method_replacement"):
-        assert getattr(ours[nn.Linear], field) == getattr(theirs[nn.Linear], field)
-    pairs = zip(theirs[nn.Linear].sub_module_replacement, ours[nn.Linear].sub_module_replacement, strict=True)
-    for target, (their, our) in zip(given.targets, pairs, strict=True):
-        assert their.target_module is target and our.target_module is HETERO_LAYERS.get(target, target)
-        for field in ("suffix", "kwargs", "ignore_if_not_exist"):
-            assert getattr(our, field) == getattr(their, field)
+    assert isinstance(policy, ViTPolicy) and policy is not given and type(given) is ViTPolicy
+    assert type(policy).__name__ == "HeteroViTPolicy" and type(policy) is type(hetero_policy(ViTPolicy()))
     assert table == auto_policy._POLICY_LIST
     sizes = dict(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
