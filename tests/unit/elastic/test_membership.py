@@ -34,10 +34,9 @@ from colossal_hetero.elastic.environment import (
     parse_address,
     runs_launcher,
 )
-from colossal_hetero.elastic.handshake import find_each_other
 from colossal_hetero.elastic.job_store import WorldConnections
 from colossal_hetero.elastic.membership import Membership
-from colossal_hetero.elastic.process_groups import LaunchedState, ProcessGroups
+from colossal_hetero.elastic.process_groups import LaunchedState, ProcessGroups, find_each_other
 from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
 from colossal_hetero.elastic.signals import FileNotice, SignalNotice
 from colossal_hetero.elastic.world import NEW, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World

@@ -20,9 +20,11 @@ from colossal_hetero.elastic import state_keeper
 from colossal_hetero.elastic.environment import launcher_name
 from colossal_hetero.elastic.held_layers import (
     CatchUp,
+    HeldBox,
     HeldLayers,
     Standing,
     agree,
+    inheritance,
     layers_by_rank,
     missing_bytes,
     surviving_topology,
@@ -39,7 +41,6 @@ from colossal_hetero.elastic.memory_file import (
     read_memory_file,
     write_memory_file,
 )
-from colossal_hetero.elastic.moves import HeldBox, inheritance
 from colossal_hetero.elastic.state_keeper import StateKeeper
 from tests.support.fake_cuda import FakeCuda
 from tests.support.machines import Nodes, machines
