@@ -1,15 +1,21 @@
-"""Colossal-AI's accelerator on a CPU, and warnings during the import."""
+"""Colossal-AI on a CPU: its accelerator, warnings in the import, fused optimizers with groups that train nothing."""
 
 from __future__ import annotations
 
 import sys
 import time
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from colossalai.accelerator import CpuAccelerator, CudaAccelerator, get_accelerator, set_accelerator
+from colossalai.kernel import kernel_loader
+from colossalai.nn.optimizer import FusedAdam, FusedSGD
+from torch import Tensor, nn
 
+import colossal_hetero.colossalai_support.accelerator
 import colossal_hetero.colossalai_support.accelerator as accelerator_module
 import colossal_hetero.colossalai_support.cpu
 from colossal_hetero.colossalai_support.accelerator import HeteroCpuAccelerator
@@ -55,13 +61,6 @@ def test_peak_memory_resets(accelerator: HeteroCpuAccelerator) -> None:
     assert accelerator.max_memory_allocated() < peak - 2 * MEGABYTES_64
 
 
-def test_memory_without_proc(accelerator: HeteroCpuAccelerator, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(accelerator_module, "_PROCESS_STATUS", tmp_path / "none")
-    monkeypatch.setattr(accelerator_module, "_PROCESS_CLEAR_REFS", tmp_path / "none" / "either")
-    accelerator.reset_peak_memory_stats()
-    assert accelerator.max_memory_allocated() > 0.5 * accelerator.memory_allocated()
-
-
 def test_events_are_milliseconds_apart(accelerator: HeteroCpuAccelerator) -> None:
     begin, end = accelerator.Event(enable_timing=True), accelerator.Event(enable_timing=True)
     begin.record()
@@ -87,3 +86,22 @@ def test_only_the_stock_accelerator_of_a_cpu_is_replaced(monkeypatch: pytest.Mon
     monkeypatch.setattr(accelerator_module, "set_accelerator", pytest.fail)
     accelerator_module._set_up_cpu()
     assert patched == [1]
+
+
+def descend(chunk_size: int, buffer: Tensor, lists: list[list[Tensor]], *options: Any) -> None:
+    if not lists[0]:
+        raise RuntimeError("tensor_lists[0].size() is not > 0")
+    for gradient, parameter in zip(*lists[:2], strict=True):
+        parameter.detach().sub_(gradient)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD])
+def test_groups_without_gradients_stay_as_they_are(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = SimpleNamespace(multi_tensor_adam=descend, multi_tensor_sgd=descend)
+    monkeypatch.setattr(kernel_loader, "FusedOptimizerLoader", lambda: SimpleNamespace(load=lambda: kernels))
+    frozen, trained = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = kind([dict(params=[frozen]), dict(params=[trained])], lr=1.0)
+    optimizer.param_groups.append(dict(optimizer.param_groups[0], params=[]))
+    trained.grad = torch.ones(3)
+    optimizer.step()
+    assert frozen.tolist() == [1.0] * 3 and trained.tolist() == [0.0] * 3

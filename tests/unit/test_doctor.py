@@ -7,9 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 
-from colossal_hetero.doctor import Link, Recorder, Window, advice, balanced_seconds, diagnose, needs_links
+from colossal_hetero.doctor import Link, Window, advice, balanced_seconds, diagnose, needs_links
 
 WINDOWS = 30
 HEALTHY = Window(number=0, wall=0.1, forward=0.03, forward_cpu=0.03, rest_cpu=0.06, loader=0.001)
@@ -75,33 +74,6 @@ def test_nothing_is_said_of_equal_ranks_noise_and_few_windows() -> None:
         [replace(WAITING, number=number, rest_cpu=work[rank]) for number, work in enumerate(works)] for rank in (0, 1)
     ]
     assert diagnose(ranks) == []
-
-
-def test_the_iterations_are_those_of_the_optimizer_that_steps_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder(60, None)
-    begun: list[object] = []
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr(recorder, "_count", lambda: None)
-
-    def begin(optimizer: object) -> None:
-        begun.append(optimizer)
-        recorder.optimizer = lambda: optimizer
-
-    monkeypatch.setattr(recorder, "_begin", begin)
-    for name in "ab" * 5 + "c" * 5 + "cb" * 5:
-        recorder.tick(name)  # type: ignore[arg-type]
-    assert begun == ["a", "c"]
-
-    # A window lasts a second, also if a quota lets the first iterations pass.
-    recorder, now = Recorder(60, None), 0.0
-    recorder.store, recorder.rank, recorder.iteration, recorder.ends = dist.HashStore(), 0, 0, []
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    while recorder.schedule is None:
-        now += 0.01 if recorder.iteration < 12 else 0.075
-        recorder.iteration += 1
-        recorder._agree()
-    _, length, _ = recorder.schedule
-    assert 0.7 < length * 0.075 < 1.5
 
 
 def test_several_ranks_and_causes_are_named() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import itertools
 import sys
 from collections.abc import Iterator
@@ -156,22 +155,3 @@ def test_no_two_classes_have_the_same_name() -> None:
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(module)
     assert {name: where for name, where in modules.items() if len(where) > 1} == {}
-
-
-FIXED_NAMES = {
-    "colossal_hetero": (
-        *("BalanceConfig", "BatchConfig", "CheckpointConfig", "ElasticConfig", "PlanConfig", "Pruning"),
-        *("HeteroHybridParallelPlugin", "HeteroZeroPlugin"),
-    ),
-    "colossal_hetero.accelerator": ("get_accelerator",),
-    "colossal_hetero.layers": ("HeteroLinear1D_Col", "HeteroLinear1D_Row", "TimmViTPolicy", "hetero_policy"),
-    "colossal_hetero.planner": (
-        *("Plan", "Replica", "StagePlan", "load_plan", "save_plan", "load_cluster", "load_profile", "search"),
-    ),
-    "colossal_hetero.testing": ("Stragglers", "cpu_quota", "inject_stragglers"),
-}
-
-
-def test_names_that_scripts_import_are_where_they_were() -> None:
-    for module, names in FIXED_NAMES.items():
-        assert all(hasattr(importlib.import_module(module), name) for name in names), module

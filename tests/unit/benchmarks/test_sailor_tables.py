@@ -1,30 +1,27 @@
-"""Published tables of real GPUs: reading them, estimates from them, and predictions of plans that others measured."""
+"""Published tables of real GPUs, predictions of plans that others measured, and plans of peers as layout lines."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import pytest
 
-from benchmarks.planner.estimated_times import estimate_times
-from benchmarks.planner.predicted_plans import MeasuredPlan, PlanPrediction, load_measured_plans, predict
+from benchmarks.planner.peers.layouts import has_one_degree, layout_line
+from benchmarks.planner.predicted_plans import load_measured_plans, predict
 from benchmarks.planner.published_clusters import read_published
 from benchmarks.planner.sailor_tables import (
-    GpuChannels,
     import_bandwidths,
     make_topology,
     profile_part,
     read_gpu_tables,
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.gpu_catalog import GPUS
-from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, load_profile
-from tests.support.layer_profiles import layer_times, times_of
+from colossal_hetero.planner.cost.layout_line import read_layout
+from colossal_hetero.planner.profile.layer_profile import load_profile
+from tests.support.layer_profiles import times_of
 from tests.support.paths import REPOSITORY
-from tests.support.shared_hops import hop_channels
 
 REAL_TABLES = REPOSITORY.parent / "shared" / "data" / "gpu-profiles"
 """The published tables; tests that need them are skipped where they are missing."""
@@ -82,75 +79,6 @@ def test_times_and_sizes_are_read(tables: Path) -> None:
     assert not any(times_of(read.profile, "GH-96", 1, 1).update_seconds)
 
 
-def _exact_profile(name: str, parameters: int, activations: int, factors: dict[str, float]) -> ModelProfile:
-    """A block takes 1 ms plus, per sample, 2 ms per GB of parameters and 3 ms per GB of activations; the factor of the
-    GPU multiplies this."""
-    sizes = LayerSizes(
-        parameter_bytes=(10**8, parameters, parameters, 10**8),
-        activation_bytes=(10**6, activations, activations, 10**6),
-        output_bytes=(10**6,) * 4,
-    )
-    times = []
-    for gpu, factor in factors.items():
-        for batch in (1, 2, 4):
-            block = factor * (1e-3 + batch * (2e-3 * parameters / 1e9 + 3e-3 * activations / 1e9))
-            layers = (1e-4, block, block, 1e-4)
-            step = tuple(1e-12 * each for each in sizes.parameter_bytes)
-            times.append(layer_times(gpu, layers, micro_batch=batch, update_seconds=step))
-    return ModelProfile(name=name, times=tuple(times), sizes=(sizes,))
-
-
-def test_an_estimate_is_the_fit_corrected_by_the_error_on_the_reference() -> None:
-    small = _exact_profile("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
-    large = _exact_profile("large", 10**9, 2 * 10**9, {"new": 2.0, "old": 5.0})
-    # On "old" the wanted model takes a fifth longer than its sizes predict.
-    wanted = _exact_profile("wanted", 4 * 10**8, 10**9, {"old": 6.0})
-    estimated = estimate_times(wanted, [small, large], "new", reference="old", micro_batches=(1, 3))
-    assert estimated.devices == ("old", "new")
-    for batch in (1, 3):
-        times = times_of(estimated, "new", 1, batch)
-        block = 1.2 * 2 * (1e-3 + batch * (2e-3 * 0.4 + 3e-3))
-        assert times.forward_seconds[1:3] == pytest.approx([block, block], rel=1e-4)
-        assert times.update_seconds == pytest.approx([1e-4, 4e-4, 4e-4, 1e-4])
-    assert "new: estimated from small and large there" in estimated.source
-
-
-@real
-def test_published_rows_of_gpt_neo_on_gh200_are_rejected() -> None:
-    read = read_gpu_tables(REAL_TABLES, "GPT-Neo-2.7")
-    assert "GH-96" not in read.profile.devices
-    assert "GH-96: its rows have 26 layers, but GPT-Neo-2.7 has 34; they belong to another model" in read.left_out
-
-
-@real
-def test_published_steps_are_those_of_four_layers() -> None:
-    """Adam moves 28 bytes per parameter: both models have the same bytes per second on one kind of GPU."""
-    for gpu, rate in (("V100-16", 0.75e12), ("A100-40", 1.24e12)):
-        for model in ("OPT-350", "GPT-Neo-2.7"):
-            profile = read_gpu_tables(REAL_TABLES, model).profile
-            update = sum(times_of(profile, gpu, 1, 1).update_seconds)
-            assert 28 * sum(profile.sizes[0].parameter_bytes) / 4 / update == pytest.approx(rate, rel=0.02)
-
-
-def test_a_message_that_is_alone_is_as_fast_as_one_gpu() -> None:
-    def curve(most: float) -> Channel:
-        return Channel("Ethernet", 1e9 * most, curve=(0.0, 0.0, most))
-
-    inside = {4: Channel("NVLink", 1e11)}
-    channels = {
-        "V100-16": GpuChannels(inside, {1: curve(2.0), 4: curve(5.0)}),
-        "RTX-3090": GpuChannels(inside, {1: curve(1.0), 4: curve(1.0)}),
-    }
-    topology = make_topology(channels, [("V100-16", 2, 4), ("RTX-3090", 1, 4)])
-    assert topology.channel(0, 4).bytes_per_second == 2e9
-    assert [nic.bytes_per_second for nic in topology.nodes[0].nics] == [2e9, 1e9, 1e9, 1e9]
-    assert [nic.bytes_per_second for nic in topology.nodes[2].nics] == [1e9]
-    # One pipeline that leaves the node gets what one GPU sends, three share what all send together.
-    for pipelines, share in ((1, 2e9), (3, 5e9 / 3)):
-        hops = hop_channels(topology, [[rank, rank + 4] for rank in range(pipelines)])
-        assert [hop.bytes_per_second for (hop,) in hops] == pytest.approx([share] * pipelines)
-
-
 @real
 def test_the_shipped_files_are_what_the_importer_makes() -> None:
     made = profile_part(read_gpu_tables(REAL_TABLES, "OPT-350").profile, ("A100-40", "V100-16"), (1, 2, 4), 8)
@@ -162,68 +90,6 @@ def test_the_shipped_files_are_what_the_importer_makes() -> None:
         for size in (1e5, 1e7, 1e9):
             expected = cluster.channel(one, other).seconds(size)
             assert shipped.channel(one, other).seconds(size) == pytest.approx(expected, rel=0.01)
-
-
-RESERVE = GPUS["GH-96"].memory_reserve_bytes
-UPDATE = 0.028 * 1500 / 1400  # seconds of the optimizer's step of the whole model at degree 1
-
-
-def read_and_predict(
-    tables: Path, stages: list[tuple[list[int], list[int]]], nodes: int, global_batch: int
-) -> tuple[MeasuredPlan, PlanPrediction, GpuChannels]:
-    """A plan on GH-96, which is read from a file: by stage its layers and, by replica, the tensor-parallel degree."""
-    content = {
-        "name": "P",
-        "model": "tiny",
-        "nodes": nodes,
-        "micro_batch": 1,
-        "global_batch": global_batch,
-        "stages": [
-            {"layers": layers, "replicas": [{"gpu": "GH-96", "tensor_parallel": degree} for degree in degrees]}
-            for layers, degrees in stages
-        ],
-        "measured_iteration_seconds": 1.0,
-        "measured_gradient_reduction_seconds": 0.1,
-        "measured_max_memory_bytes": 10**9,
-    }
-    (tables / "measured_iterations.json").write_text(json.dumps([content]))
-    (plan,) = load_measured_plans(tables)
-    channels = import_bandwidths(tables)
-    return plan, predict(plan, read_gpu_tables(tables, "tiny").profile, channels), channels["GH-96"]
-
-
-def test_predictions_computed_by_hand(tables: Path) -> None:
-    plan, one_stage, channel = read_and_predict(tables, [([0, 5], [1, 1])], nodes=2, global_batch=8)
-    assert (plan.replicas, plan.micro_batches) == (2, 4)
-    assert one_stage.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * UPDATE + UPDATE)
-    # 1,500 bytes over two replicas: two messages of 750 bytes.
-    assert one_stage.gradient_seconds == pytest.approx(2 * channel.between[1].seconds(750))
-    # 24 bytes per parameter of 4; activations of 30 bytes per layer, and twice a layer's in backward.
-    assert one_stage.memory_bytes == pytest.approx(6 * 1500 + 5 * 30 + 2 * 30 + RESERVE)
-
-    # Two stages send parts and gather them: 4 MB in two parts of 2 MB (x = 1) at 2 + 4 GB/s together; then each rank
-    # receives the other part inside its node.
-    plan, predicted, _ = read_and_predict(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=1)
-    assert plan.bounds(read_gpu_tables(tables, "tiny").profile) == (0, 2, 3)
-    assert predicted.pipeline.hop_seconds == pytest.approx((4e6 / 6e9 + 2e6 / 100e9,))
-    assert predicted.gradient_seconds == 0
-
-    # A replica with one rank per stage beside one with two: the slower one counts.
-    _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 2]), ([3, 5], [1, 2])], nodes=4, global_batch=8)
-    slow, fast = predicted.pipelines
-    assert predicted.pipeline is slow and slow.seconds > 1.5 * fast.seconds
-    assert slow.hop_seconds == pytest.approx((channel.between[1].seconds(4e6),))
-    assert fast.hop_seconds == pytest.approx((2 * channel.between[2].seconds(2e6) + channel.inside[2].seconds(2e6),))
-    # Stage 0 has 900 bytes. Its ring has two steps, in which the first replica's rank sends 450 bytes.
-    first, second = channel.between[1].seconds(450), 2 * channel.between[2].seconds(225)
-    assert predicted.gradient_seconds == pytest.approx(2 * max(first, second))
-
-    # Two replicas in each of two nodes: the hops of both pass the network at once, rings stay inside the nodes.
-    _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 1]), ([3, 5], [1, 1])], nodes=2, global_batch=4)
-    assert [cost.hop_seconds[0] for cost in predicted.pipelines] == pytest.approx(
-        [2 * channel.between[2].seconds(4e6)] * 2
-    )
-    assert predicted.gradient_seconds == pytest.approx(2 * channel.inside[2].seconds(450))
 
 
 @real
@@ -241,3 +107,60 @@ def test_published_plans_are_predicted() -> None:
     compared = [plan for plan in plans if plan.name != "GPT-NEO/N8/N8_D2"]
     memory = [predictions[plan.name].memory_bytes / plan.memory_bytes - 1 for plan in compared]
     assert min(memory) >= -0.05 and max(memory) <= 0.10
+
+
+PEER_LAYERS = 10  # of a model of eight blocks, with an embedding and a head
+
+
+def member(kind: str, degree: int = 1, size: int = 4) -> list[Any]:
+    return [[[kind, size, "zone"]], degree]
+
+
+def pipeline(stages: list[list[list[Any]]], ends: tuple[int, ...]) -> dict[str, Any]:
+    starts = (0, *ends)
+    layers = [list(range(a, b)) for a, b in zip(starts, (*ends, PEER_LAYERS), strict=True)]
+    return {"layers_per_stage": layers, "tmp_stages": stages}
+
+
+def line(*pipelines: dict[str, Any], mbs: float = 1, batch: int = 16) -> str:
+    found = layout_line({"mbs": mbs, "pipelines": pipelines}, PEER_LAYERS, 1, 1, batch)
+    if has_one_degree(found):
+        read_layout(found)
+    return found
+
+
+A, B, PAIR = [member("A")], [member("B")], [["A", 4, "zone"], ["A", 4, "zone"]]
+
+
+def test_plans_of_sailor_are_layout_lines() -> None:
+    for pipelines, mbs, expected in (
+        ([pipeline([A * 2, B * 2], (4,))], 2, "dp 2 × pp [A 0-2 | B 3-7] · micro-batch 2 × 4"),
+        ([pipeline([A, A], (5,))], 1, "dp 1 × pp [A 0-3 | A 4-7] · micro-batch 1 × 16"),  # the ends go with blocks
+        (
+            [pipeline([[member("A"), member("B", 4)], A * 2], (5,))],
+            1,
+            "dp 2 = 1 × pp [A (tp 1) 0-3 | A (tp 1) 4-7] + 1 × pp [B (tp 4) 0-3 | A (tp 1) 4-7] · micro-batch 1 × 8",
+        ),
+        ([pipeline([A * 3], ())], 1, "dp 3 = 1 × pp [A 0-7] × 6 + 2 × pp [A 0-7] × 5 · micro-batch 1"),
+        (
+            [pipeline([A], ()), pipeline([B, B], (5,))],
+            1,
+            "dp 2 = 1 × pp [A 0-7] + 1 × pp [B 0-3 | B 4-7] · micro-batch 1 × 8",
+        ),
+        ([pipeline([[[PAIR, 2]]], ())], 1, "tp 2 · dp 1 × pp [A 0-7] · micro-batch 1 × 16"),
+    ):
+        assert line(*pipelines, mbs=mbs) == expected
+    for stages, ends, mbs, message in (
+        ([A, A], (1,), 1, "a stage has no block"),
+        ([A, A], (9,), 1, "a stage has no block"),
+        ([[member("A", 2)] * 2, B * 4], (5,), 4, "different numbers of data-parallel members"),
+        ([[[[["A", 4, "zone"], ["B", 4, "zone"]], 2]]], (), 1, "several kinds of GPU: A, B"),
+        ([[member("A", 8)]], (), 1, "beyond a node"),
+        ([A], (), 3, "16 samples are no whole number of micro-batches of 3"),
+        ([A * 3], (), 8, "3 pipelines for 2 micro-batches"),
+        ([A], (), 1.5, r"micro-batches have 1\.5 samples"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            line(pipeline(stages, ends), mbs=mbs)
+    with pytest.raises(ValueError, match="do not hold the layers 0 to 11"):
+        layout_line({"mbs": 1, "pipelines": [pipeline([A], ())]}, 12, 1, 1, 16)

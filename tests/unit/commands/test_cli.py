@@ -1,8 +1,7 @@
-"""``colossal-hetero batches`` and ``checkpoint``: what they print and write, and errors; what all commands import."""
+"""``batches``, ``checkpoint``, ``evaluate``, ``estimate``: what they print and write; what commands import."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -19,11 +18,15 @@ from colossal_hetero.cli.main import batches
 from colossal_hetero.cli.plan import plan
 from colossal_hetero.planner.batches.allocation import ACCUMULATIONS, METHODS
 from colossal_hetero.planner.batches.batch_profile import save_profile
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cost.plan import load_plan, save_plan
+from colossal_hetero.planner.profile.layer_profile import load_profile
 from colossal_hetero.planner.stages.split_methods import METHODS as SPLIT_METHODS
-from tests.support import command_line
 from tests.support.batch_profiles import device, profile
+from tests.support.command_line import failure, run
 from tests.support.layer_checkpoints import save_steps, tensors
 from tests.support.paths import REPOSITORY
+from tests.support.planning import make_plans
 
 EXAMPLE = REPOSITORY / "examples/zero/profiles/a100-80-a100-40.json"
 CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"
@@ -35,17 +38,12 @@ FULL_LINKS = [
 ]
 
 
-def run(*arguments: object) -> Result:
-    return command_line.run("batches", *arguments)
+def run_batches(*arguments: object) -> Result:
+    return run("batches", *arguments)
 
 
-def failure(*arguments: object) -> str:
-    return command_line.failure("batches", *arguments)
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return saved(tmp_path / "profile.json", links=[])
+def batches_failure(*arguments: object) -> str:
+    return failure("batches", *arguments)
 
 
 def saved(path: Path, **changes: Any) -> Path:
@@ -54,7 +52,7 @@ def saved(path: Path, **changes: Any) -> Path:
 
 
 def test_the_table_shows_the_share_of_each_device_and_the_other_methods() -> None:
-    result = run(EXAMPLE, "--global-batch", 1024)
+    result = run_batches(EXAMPLE, "--global-batch", 1024)
     assert result.exit_code == 0, result.output
     for words in ("0-3", "A100-SXM4-80GB", "busy", "[s]", "[GiB]", "/80.0", "/40.0", "uniform"):
         assert words in result.output
@@ -63,9 +61,12 @@ def test_the_table_shows_the_share_of_each_device_and_the_other_methods() -> Non
     assert max(map(len, result.output.splitlines())) <= 140
 
 
-def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) -> None:
+def test_json_holds_every_rank_and_the_comparison(tmp_path: Path) -> None:
+    path = saved(tmp_path / "profile.json", links=[])
     out = tmp_path / "batches.json"
-    assert run(path, "--global-batch", 37, "--stage", 1, "--accumulation", "per_rank", "--out", out).exit_code == 0
+    assert (
+        run_batches(path, "--global-batch", 37, "--stage", 1, "--accumulation", "per_rank", "--out", out).exit_code == 0
+    )
     content = json.loads(out.read_text())
     assert content["schema"] == 1 and content["measured_stage"] == 0
     assert content["allocation"]["stage"] == 1 and content["allocation"]["accumulation"] == "per_rank"
@@ -80,14 +81,6 @@ def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == [out, path]
 
 
-def test_every_method_at_every_stage(path: Path) -> None:
-    for stage, method in itertools.product(range(4), METHODS):
-        form = "per_rank" if method == "poplar" and stage < 2 else "shared"
-        result = run(path, "--global-batch", 3, "--stage", stage, "--method", method, "--accumulation", form)
-        assert result.exit_code == 0, result.output
-        assert f"stage {stage}" in result.output and f"method {method}" in result.output
-
-
 def test_what_a_profile_lacks_is_named(tmp_path: Path) -> None:
     slow, tiny = device("slow", flops=None), device("tiny", memory_bytes=2**30, max_batch=0, points=[])
     for method, changes, words in (
@@ -96,40 +89,11 @@ def test_what_a_profile_lacks_is_named(tmp_path: Path) -> None:
         ("exact", dict(kinds=[device(), tiny], ranks=[0, 0, 0, 1], links=FULL_LINKS), "rank 3 (tiny) cannot hold one"),
     ):
         path = saved(tmp_path / "profile.json", **changes)
-        assert words in failure(path, "--global-batch", 8, "--method", method)
+        assert words in batches_failure(path, "--global-batch", 8, "--method", method)
         other = "adapt" if method == "exact" else "exact"  # only adapt drops a device without enough memory
-        result = run(path, "--global-batch", 8, "--method", other)
+        result = run_batches(path, "--global-batch", 8, "--method", other)
         left_out = words.partition(" between")[0].partition("rank 3 (tiny) ")[2] or words.partition(" between")[0]
         assert result.exit_code == 0 and left_out in " ".join(result.output.split()), result.output
-
-
-def test_dropped_ranks_are_listed_with_the_reason(tmp_path: Path) -> None:
-    snail = device("snail", points=[{"batch": 1, "seconds": 50.0}, {"batch": 2, "seconds": 100.0}])
-    changes = dict(kinds=[device(), snail], ranks=[0, 0, 0, 1], links=FULL_LINKS, communication_seconds=0.01)
-    path, out = saved(tmp_path / "profile.json", **changes), tmp_path / "batches.json"
-    result = run(path, "--global-batch", 8, "--method", "adapt", "--out", out)
-    assert result.exit_code == 0, result.output
-    for words in ("dropped", "slowest", "ring over gloo: 0 → ", "without rank 3, gloo"):
-        assert words in result.output, result.output
-    content = json.loads(out.read_text())
-    assert content["adapt"]["dropped"] == [3] and content["ranks"][3]["runs"] == []
-    assert "without rank 3" in run(path, "--global-batch", 8).output  # among the compared methods
-
-
-def test_wrong_options_are_reported_in_one_line(path: Path) -> None:
-    for arguments, words in (
-        (["--global-batch", 0], "0 is not in the range x>=1"),
-        (["--global-batch", -3], "-3 is not in the range"),
-        (["--global-batch", "many"], "'many' is not a valid integer"),
-        ([], "Missing option '--global-batch'"),
-        (["--global-batch", 8, "--stage", 7], "7 is not in the range 0<=x<=3"),
-        (["--global-batch", 8, "--method", "best"], "'best' is not one of 'exact', 'uniform', 'flops', 'adapt'"),
-        (["--global-batch", 8, "--stage", 2, "--accumulation", "per_rank"], "use accumulation='shared', or stage 0 or"),
-        (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
-        (["--global-batch", 8, "--color"], "No such option"),
-    ):
-        assert words in failure(path, *arguments)
-    assert "nothing.json: no such file" in failure(path.with_name("nothing.json"), "--global-batch", 8)
 
 
 def test_the_package_is_the_command() -> None:
@@ -163,6 +127,9 @@ def test_unneeded_packages_are_not_imported(tmp_path: Path) -> None:
         "import colossal_hetero.elastic.signals, colossal_hetero.elastic.environment\n"
         "early = {'numpy', 'scipy', 'pydantic', 'rich', 'torch', 'colossalai', 'matplotlib'} & set(sys.modules)\n"
         "assert not early, f'{early} are imported too early'\n"
+        "from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, decide\n"
+        "for mode in ('off', 'resize', 'migrate', 'semi', 'auto'):\n"
+        "    decide([RankTimes(1, 1), RankTimes(4, 4)], Costs(), BalanceConfig(mode=mode), BalancePlan.idle(2))\n"
         f"for command in {[[str(each) for each in command] for command in commands]}:\n"
         "    main(command, standalone_mode=False)\n"
         "    found = {'torch', 'colossalai', 'timm', 'matplotlib'} & set(sys.modules)\n"
@@ -184,7 +151,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_list_tells_complete_checkpoints_from_others(folder: Path) -> None:
     (folder / "step-00000020/manifest.json").unlink()
     (folder / ".unfinished-step-00000030.run.2.0").mkdir()
-    result = command_line.run("checkpoint", "ls", folder)
+    result = run("checkpoint", "ls", folder)
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.output.replace("│", " ").splitlines()]
     assert [(row[0], row[-1]) for row in rows if row and row[0].startswith(("step", ".un")) and ":" not in row[0]] == [
@@ -195,12 +162,12 @@ def test_the_list_tells_complete_checkpoints_from_others(folder: Path) -> None:
     assert "step-00000020: " in result.output and "is not complete: it has no manifest.json" in result.output
     assert ".unfinished-step-00000030.run.2.0: left by a save that was interrupted" in result.output
     (folder / "step-00000010" / BLOCK).unlink()
-    result = command_line.run("checkpoint", "ls", folder)
+    result = run("checkpoint", "ls", folder)
     assert f"step-00000010: {folder}/step-00000010/{BLOCK} is missing" in result.output
 
 
 def test_verify_reads_every_byte_and_names_damaged_files(folder: Path) -> None:
-    result = command_line.run("checkpoint", "verify", folder)
+    result = run("checkpoint", "verify", folder)
     assert result.exit_code == 0 and result.output == "step-00000020: whole\nstep-00000010: whole\n"
     for name in (BLOCK, "states.bin", "part-a.json", "manifest.json"):
         path = folder / "step-00000010" / name
@@ -209,31 +176,25 @@ def test_verify_reads_every_byte_and_names_damaged_files(folder: Path) -> None:
             content = bytearray(original)
             content[changed] ^= 1
             path.write_bytes(content)
-            result = command_line.run("checkpoint", "verify", folder, "--step", 10)
+            result = run("checkpoint", "verify", folder, "--step", 10)
             if name in ("part-a.json", "manifest.json"):
-                result = command_line.run("checkpoint", "verify", folder)
+                result = run("checkpoint", "verify", folder)
             assert result.exit_code == 1 and name in result.output, (name, changed, result.output)
         path.write_bytes(original)
-    assert command_line.run("checkpoint", "verify", folder, "--step", 20).exit_code == 0
+    assert run("checkpoint", "verify", folder, "--step", 20).exit_code == 0
 
 
 def test_export_writes_the_parameters_of_the_whole_model(folder: Path, tmp_path: Path) -> None:
     expected = {key.removeprefix("param."): value for key, value in tensors(10).items() if key.startswith("param.")}
     for ending, load in ((".safetensors", load_file), (".pt", partial(torch.load, weights_only=True))):
         out = tmp_path / f"model{ending}"
-        result = command_line.run("checkpoint", "export", folder, "--step", 10, "--out", out)
+        result = run("checkpoint", "export", folder, "--step", 10, "--out", out)
         assert result.exit_code == 0 and result.output.endswith(f"{out}: 8 tensors of step 10\n"), result.output
         found = load(out)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
-    assert "there is no folder" in command_line.failure("checkpoint", "ls", tmp_path / "nothing")
-    assert "has no checkpoint of step 11" in command_line.failure("checkpoint", "verify", folder, "--step", 11)
-    assert "no checkpoint of step 11; there are: 20, 10" in command_line.failure(
-        "checkpoint", "export", folder, "--step", 11, "--out", tmp_path / "x.pt"
-    )
-    assert "end its name in" in command_line.failure("checkpoint", "export", folder, "--out", tmp_path / "x.bin")
     (folder / "step-00000020" / BLOCK).unlink()
-    assert "the checkpoint of step 10 is complete" in command_line.failure(
+    assert "the checkpoint of step 10 is complete" in failure(
         "checkpoint", "export", folder, "--step", 20, "--out", tmp_path / "x.pt"
     )
 
@@ -245,7 +206,7 @@ def test_export_in_shards_has_the_layout_of_hugging_face(folder: Path, tmp_path:
         out = tmp_path / f"{size}/model.safetensors"
         out.parent.mkdir()
         command = ("checkpoint", "export", folder, "--step", 10, "--out", out, "--shard-size", size / 1e9)
-        result = command_line.run(*command)
+        result = run(*command)
         index = json.loads(out.with_name("model.safetensors.index.json").read_text(encoding="utf-8"))
         files = sorted(set(index["weight_map"].values()))
         assert result.output.endswith(f"{out}.index.json: 8 tensors of step 10 in {len(files)} shards\n"), result.output
@@ -258,6 +219,126 @@ def test_export_in_shards_has_the_layout_of_hugging_face(folder: Path, tmp_path:
             assert len(found) == 1 or sum(value.nbytes for value in found.values()) <= size
             assert all(torch.equal(value, expected[name]) for name, value in found.items())
     # What fits is one file; where one is, shards would not be loaded.
-    assert command_line.run(*command[:-1], whole / 1e9).output.endswith(f"{out}: 8 tensors of step 10\n")
-    assert "would be loaded in place of the shards" in command_line.failure(*command)
-    assert "cannot have several shards" in command_line.failure(*command[:-3], out.with_name("x.pt"), *command[-2:])
+    assert run(*command[:-1], whole / 1e9).output.endswith(f"{out}: 8 tensors of step 10\n")
+    assert "would be loaded in place of the shards" in failure(*command)
+    assert "cannot have several shards" in failure(*command[:-3], out.with_name("x.pt"), *command[-2:])
+
+
+BEST = "tp 1, dp 4 x pp [V100-16 0-4 | V100-16 5-8 | A100-40 9-23], micro-batch 1 x 32"
+OTHER = "dp 2 x pp [2 x A100-40 0-23], micro-batch 2 x 32"
+LARGE = "dp 4 x pp [V100-16 0-23], micro-batch 4 x 8"
+
+
+def test_a_layout_is_priced_as_the_plan(tmp_path: Path) -> None:
+    plan = make_plans(load_cluster(CLUSTER), load_profile(LAYERS), global_batch=128, keep=1)[0].plan
+    out, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    result = run("evaluate", BEST, CLUSTER, LAYERS, "--out", out, "--plot", picture)
+    assert result.exit_code == 0, result.output
+    assert f"predicted: an iteration of {plan.iteration_seconds:.3f} s" in result.output
+    assert "by event simulation: 4.784 s; the prediction above is +0.0% of it" in result.output
+    assert "memory: every stage fits; the fullest, on V100-16, needs 10.6 of 14.9 GiB (71%)" in result.output
+    assert "price: unknown" in result.output and picture.stat().st_size > 1000
+    written = load_plan(out)
+    assert (written.cluster, written.profile, written.method) == (CLUSTER.name, LAYERS.name, "given")
+    assert written.iteration_seconds == pytest.approx(plan.iteration_seconds, rel=1e-9)
+    again = run("evaluate", out, CLUSTER, LAYERS)
+    assert again.output == result.output
+
+
+def test_a_plan_of_other_machines_gets_other_devices_and_batches_from_flags(tmp_path: Path) -> None:
+    plan = make_plans(load_cluster(CLUSTER), load_profile(LAYERS), global_batch=128, keep=1)[0].plan
+    path, changed = tmp_path / "plan.json", tmp_path / "cluster.toml"
+    save_plan(plan, path)
+    first, *nodes = CLUSTER.read_text().split("[[clusters.nodes]]")
+    changed.write_text("[[clusters.nodes]]".join([first, *reversed([each.rstrip() + "\n\n" for each in nodes])]))
+    result = run("evaluate", path, changed, LAYERS)
+    assert result.exit_code == 0, result.output
+    assert f"predicted: an iteration of {plan.iteration_seconds:.3f} s" in result.output
+    assert "the devices were chosen again" in result.output
+    changed.write_text(CLUSTER.read_text().replace("devices = [", "dollars_per_hour = 2.5\ndevices = ["))
+    result = run("evaluate", "dp 4 x pp [A100-40 0-23], micro-batch 2", changed, LAYERS, "--global-batch", 64)
+    assert result.exit_code == 0, result.output
+    assert "as 4 replicas × 8 micro-batches of 2" in result.output and "price: 2.50 $ an hour" in result.output
+
+
+def test_errors_show_the_line_and_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = BEST.replace("9-23", "12-23")
+    result = run("evaluate", line, CLUSTER, LAYERS)
+    assert result.exit_code == 2
+    assert result.output.endswith(
+        f"Error: column 46: blocks 9 to 11 are in no stage; this one must start at 9\n  {line}\n  {' ' * 45}^\n"
+    )
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'colossal-hetero[plot]'" in failure("evaluate", BEST, CLUSTER, LAYERS, "--plot", "plan.png")
+
+
+def test_plans_beside_each_other() -> None:
+    arguments = (CLUSTER, LAYERS)
+    result = run("evaluate", BEST, OTHER, LARGE, *arguments)
+    assert result.exit_code == 0, result.output
+    words, both = " ".join(result.output.split()), "4 × A100-40 + 8 × V100-16"
+    for part in ("4.78", "too little", both, "slower than 1", "replicas: 4 replicas → 2 replicas"):
+        assert part in words, part
+    assert max(map(len, result.output.splitlines())) <= 140
+
+
+FILES = (CLUSTER, LAYERS)
+LAYOUT = "dp 4 x pp [A100-40 0-23], micro-batch 1 x 32"
+
+
+def test_files_with_odd_names(tmp_path: Path) -> None:
+    """With brackets, or two of the same name."""
+    path = tmp_path / "run[1].json"
+    assert run("evaluate", LAYOUT, *FILES, "--out", path).exit_code == 0
+    assert run("evaluate", path, *FILES).exit_code == 0
+    paths = [tmp_path / name / "plan.json" for name in ("a", "b")]
+    for path, count in zip(paths, (32, 16), strict=True):
+        path.parent.mkdir()
+        assert run("evaluate", LAYOUT.replace("32", str(count)), *FILES, "--out", path).exit_code == 0
+    other = paths[0].rename(tmp_path / "other.json")
+    assert "other: 99.4 % slower than plan" in run("evaluate", other, paths[1], *FILES).output
+    other.rename(paths[0])
+    assert "1: 99.4 % slower than 2" in run("evaluate", *paths, *FILES).output
+    output = run("evaluate", LAYOUT, LAYOUT, *FILES).output
+    assert "2: as fast as 1\n  the same layout on other devices, or the same plan" in output
+
+
+GPT = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocabulary", "100", "--sequence", "32"]
+
+
+def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
+    out = tmp_path / "estimate.json"
+    arguments = [*GPT, "--device", "A100-40", "--device", "T4", "--tp", "1,2", "--micro-batch", "2,8"]
+    result = run("estimate", *arguments, "--out", out)
+    assert result.exit_code == 0, result.output
+    written = load_profile(out)
+    assert written.devices == ("A100-40", "T4") and written.blocks == 4
+    assert written.tensor_parallel_degrees("T4") == (1, 2) and written.micro_batches("T4", 2) == (2, 8)
+    table = result.output
+    assert table.count(" A100-40 ") == 4 and table.count(" T4 ") == 4
+    assert f"{out}: layers of gpt-4x64, estimated from FLOP at 0.4" in table.replace("\n", "")
+
+
+def test_an_estimate_of_any_device(tmp_path: Path) -> None:
+    """Devices with their own speed, those of a cluster file, and a share of the speed for each kind."""
+    out, cluster = tmp_path / "estimate.json", tmp_path / "cluster.toml"
+    devices = ["--device", "W7900=122,48", "--device", "odd=61", "--device", "RTX-4090"]
+    result = run("estimate", *GPT, *devices, "--efficiency", "odd=0.8", "--out", out)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "[kinds.W7900] memory_gb = 48, tflops = 122" in shown and "[kinds.odd] memory_gb = …, tflops = 61" in shown
+    assert "0.4 (W7900), 0.8 (odd), 0.4 (RTX-4090) of nominal" in shown
+    written = load_profile(out)
+    known, odd = (written.costs(name, 1, 1).forward_seconds for name in ("W7900", "odd"))
+    assert odd == pytest.approx(known)  # half as fast, and twice the share
+    cluster.write_text(
+        'schema = 1\n[kinds.mine]\nmemory_gb = 24\ntflops = 122\n[[clusters]]\nname = "x"\n[[clusters.nodes]]\n'
+        'name = "pc"\ndevices = [{ kind = "mine", count = 2 }, { kind = "H100", count = 1 }]\n'
+        'inside = { kind = "PCIe", gigabytes_per_second = 12 }\n'
+    )
+    result = run("estimate", *GPT, "--cluster", cluster, "--efficiency", "0.4", "--out", out)
+    assert result.exit_code == 0, result.output
+    written = load_profile(out)
+    assert set(written.devices) == {"mine", "H100"}
+    assert written.costs("mine", 1, 1).forward_seconds == pytest.approx(known)

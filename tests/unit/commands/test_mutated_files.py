@@ -103,13 +103,6 @@ def test_absurd_values_give_no_traceback(name: str, files: dict[str, Path], data
     run(name, broken, files)
 
 
-@pytest.mark.parametrize("method", ["exact", "uniform", "flops", "adapt"])
-def test_a_global_batch_that_would_fill_the_memory_is_refused(files: dict[str, Path], method: str) -> None:
-    for samples in (10**12, 3 * 10**9):
-        words = command_line.failure("batches", files["batches"], "--global-batch", samples, "--method", method)
-        assert f"{samples:,} samples" in words and "at most 1,048,576" in words
-
-
 @pytest.mark.parametrize("name", ["cluster", "profile", "plan", "batches"])
 def test_deeply_nested_files_give_no_traceback(name: str, files: dict[str, Path]) -> None:
     path = files[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import subprocess
@@ -10,12 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from colossal_hetero.common.launch import start_ranks
-from colossal_hetero.common.methods import wrap_method
 from colossal_hetero.common.ranks import is_lost_connection
 
 on_linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in /proc")
@@ -35,14 +32,12 @@ def children(pid: int) -> list[int]:
 
 
 @on_linux
-@pytest.mark.parametrize("ranks_before", [0, 1, 2])
-def test_a_signal_ends_the_ranks_and_removes_temporary_files(ranks_before: int, tmp_path: Path) -> None:
-    """The signal may also come while ranks are being started."""
+def test_a_signal_while_ranks_start_ends_them_and_removes_temporary_files(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SLEEP], env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL
     ) as starter:
         deadline = time.monotonic() + 60
-        while len(children(starter.pid)) < ranks_before + (ranks_before > 0):  # also Python's tracker of resources
+        while len(children(starter.pid)) < 2:  # Python's tracker of resources, and a rank
             assert time.monotonic() < deadline and starter.poll() is None
         starter.send_signal(signal.SIGTERM)
         assert starter.wait(timeout=30) == -signal.SIGTERM
@@ -79,7 +74,6 @@ def fail(message: str) -> None:
 @pytest.mark.parametrize(
     ("run", "arguments", "message"),
     [
-        (fail, ["two words"], r"^(rank 1: )?two words$"),
         (fail, ["rank 7: gone"], "^rank 7: gone$"),
         (os._exit, [3], r"^rank [01] ended with status 3; the other ranks were stopped$"),
     ],
@@ -102,27 +96,3 @@ def test_the_reason_of_a_rank_that_fails(run: Callable, arguments: list, message
 )
 def test_lost_connections_are_told_from_other_errors(words: str, is_lost: bool) -> None:
     assert is_lost_connection(words) == is_lost
-
-
-class Counter:
-    count = 1
-
-    def add(self, number: int, *, times: int = 1) -> int:
-        """The count after adding."""
-        self.count += number * times
-        return self.count
-
-
-def test_a_wrapped_method_gets_all_arguments_and_returns_the_result() -> None:
-    counter, order = Counter(), list[str]()
-    for name in ("inner", "outer"):
-
-        def around(method: Any, *args: Any, name: str = name, **kwargs: Any) -> Any:
-            order.append(name)
-            return method(*args, **kwargs) * 10
-
-        wrap_method(counter, "add", around)
-    assert counter.add(2, times=3) == 700 and counter.count == 7
-    assert order == ["outer", "inner"]
-    assert counter.add.__name__ == "add" and counter.add.__doc__ == "The count after adding."
-    assert copy.copy(counter).add is counter.add

@@ -1,4 +1,4 @@
-"""Uneven batches: their settings, how they are divided, and running out of memory in training."""
+"""Uneven batches: how they are divided, running out of memory in training, and labels that a loss may leave out."""
 
 from __future__ import annotations
 
@@ -14,29 +14,11 @@ from colossal_hetero import BatchConfig
 from colossal_hetero.data_parallel import attach
 from colossal_hetero.data_parallel.attach import OutOfMemoryGuard
 from colossal_hetero.data_parallel.batch_balancer import changes_in_words, divider_of, division_in_words
+from colossal_hetero.data_parallel.loss_weights import refuse_ignored
 from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
 from colossal_hetero.planner.batches.closed_loop import Speed
 from tests.support.batch_profiles import device, profile
-
-
-def test_impossible_values() -> None:
-    for arguments, error, words in (
-        ({"global_batch_size": 0}, ValueError, "global_batch_size=0 must be at least 1"),
-        ({"global_batch_size": -8}, ValueError, "global_batch_size=-8 must be at least 1"),
-        ({"global_batch_size": 8.0}, TypeError, "global_batch_size=8.0 must be a whole number"),
-        ({"global_batch_size": True}, TypeError, "global_batch_size=True must be a whole number"),
-        ({"max_micro_batch": 0}, ValueError, "max_micro_batch=0 must be at least 1"),
-        ({"check_every": 0}, ValueError, "check_every=0 must be at least 1"),
-        ({"method": "fastest"}, ValueError, "method='fastest' is not one of exact, uniform, flops"),
-        ({"accumulation": "mine"}, ValueError, "accumulation='mine' is not one of shared, per_rank"),
-        ({"weight_by": "words"}, ValueError, "weight_by='words' is not one of samples, tokens, next_tokens"),
-        ({"weight_by": 3}, ValueError, "weight_by=3 is not one of"),
-        ({"reallocate_above": 0}, ValueError, "reallocate_above=0 must be above 0"),
-        ({"reallocate_above": float("nan")}, ValueError, "reallocate_above=nan must be above 0"),
-    ):
-        with pytest.raises(error, match=words):
-            BatchConfig(**{"global_batch_size": 8, **arguments})  # type: ignore[arg-type]
 
 
 def measured(factor: float) -> DeviceProfile:
@@ -76,10 +58,7 @@ def test_a_division_names_groups_of_equal_ranks() -> None:
 
 @pytest.fixture(autouse=True)
 def outside_of_any_group() -> Any:
-    with (
-        patch.object(attach, "MIN_BYTES", 1),
-        patch.object(attach.dist, "get_rank", lambda: 1),
-    ):
+    with patch.object(attach, "MIN_BYTES", 1), patch.object(attach.dist, "get_rank", lambda: 1):
         yield
 
 
@@ -145,3 +124,14 @@ def test_what_cannot_be_repeated_says_what_happened_and_other_errors_are_left_al
     assert model.eval()(images).shape == (3, 4)
     with pytest.raises(AttributeError):
         optimizer.backward(None)
+
+
+@pytest.mark.parametrize("as_batch", [lambda labels: {"labels": labels}, lambda labels: (labels.float(), labels)])
+def test_maps_with_pixels_without_a_class_are_refused(as_batch: Any) -> None:
+    """255 may be a token."""
+    check, labels = refuse_ignored(None), torch.zeros(2, 4, 4, dtype=torch.long)
+    check(as_batch(labels))
+    labels[1, 2, 3] = 255
+    check(as_batch(labels.flatten(1)))
+    with pytest.raises(RuntimeError, match="a batch has labels of 255, which the samples that were compared"):
+        check(as_batch(labels))

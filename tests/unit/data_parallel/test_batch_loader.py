@@ -19,11 +19,7 @@ from tests.support.random_examples import IS_THOROUGH
 # `make test` gives each pytest process a share of the cores. If this is one core, torch warns about two workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-WORKERS = [
-    {"num_workers": 0},
-    {"num_workers": 2},
-    {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
-]
+WORKERS = [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}]
 workers = pytest.mark.parametrize("workers", WORKERS, ids=["none", "two", "persistent"])
 
 
@@ -204,49 +200,34 @@ def test_reading_one_batch_before_training_changes_nothing() -> None:
         assert train(loader) == whole
 
 
-def test_a_loop_may_have_one_turn_for_each_global_batch() -> None:
+@pytest.mark.parametrize("way", ["by_global_batch", "rest_of_epoch"])
+def test_a_loop_may_have_one_turn_for_each_global_batch(way: str) -> None:
     def run(loader: HeteroDataLoader) -> list[list[int]]:
-        found = []
-        for batches in loader.by_global_batch():
-            found.append([sample for batch in batches for sample in batch.tolist()])
+        """The samples of each global batch; the body of ``rest_of_epoch`` draws as many micro-batches as there are."""
+        found: list[list[int]] = []
+        for batches in getattr(loader, way)():
+            found.append([])
+            while way == "rest_of_epoch" and (not found[-1] or not loader.is_last):
+                found[-1] += next(batches).tolist()
+            for batch in batches if way == "by_global_batch" else ():
+                found[-1] += batch.tolist()
             assert loader.is_last
             loader.finish_global_batch()
         return found
 
-    first, second, resumed = (loaders()[0] for _ in range(3))
-    found, expected = run(first), [[]]
-    for batch in second:
+    whole, plain, resumed = (loaders()[0] for _ in range(3))
+    epoch, expected = run(whole), list[list[int]]([[]])
+    for batch in plain:
         expected[-1] += batch.tolist()
-        if second.is_last:
-            second.finish_global_batch()
+        if plain.is_last:
+            plain.finish_global_batch()
             expected.append([])
-    assert found == expected[:-1] and len(found) == first.global_batches > 2
-    resumed.load_state_dict({**first.state_dict(), "epoch": 0, "global_batches_done": 2})
-    assert run(resumed) == found[2:]
-
-
-def test_the_rest_of_an_epoch_has_an_entry_for_each_global_batch_that_is_left() -> None:
-    def run(loader: HeteroDataLoader) -> list[list[int]]:
-        """The samples of each global batch; the loop's body draws as many micro-batches as there are."""
-        found: list[list[int]] = []
-        for batches in loader.rest_of_epoch():
-            found.append([])
-            while not found[-1] or not loader.is_last:
-                found[-1] += next(batches).tolist()
-            loader.finish_global_batch()
-        return found
-
-    whole, resumed = loaders()[0], loaders()[0]
-    epoch = run(whole)
-    assert len(epoch) == whole.global_batches > 2
-    for done in (0, 2, len(epoch)):  # a process that joins after the last global batch has nothing to do in this epoch
-        resumed.load_state_dict({**whole.state_dict(), "epoch": 1, "global_batches_done": done})
-        resumed.set_epoch(1)
-        found = run(resumed)
-        assert len(found) == len(epoch) - done
+    assert epoch == expected[:-1] and len(epoch) == whole.global_batches > 2
+    for done in (0, 2, len(epoch)) if way == "rest_of_epoch" else (0, 2):
+        resumed.load_state_dict({**whole.state_dict(), "epoch": 0, "global_batches_done": done})
+        resumed.set_epoch(0)
+        assert run(resumed) == epoch[done:]  # a process that joins after the last one has nothing to do in this epoch
         assert resumed.state_dict()["global_batches_done"] == len(epoch)
-    whole.set_epoch(1)
-    assert len(run(whole)) == len(epoch)
 
 
 def test_finishing_a_global_batch() -> None:

@@ -38,10 +38,6 @@ def random_division(salt: int, ranks: int) -> Division:
     return division
 
 
-def even_division(ranks: int) -> Division:
-    return lambda samples: [[samples // ranks + (rank < samples % ranks)] for rank in range(ranks)]
-
-
 def samplers(size: int, batch: int, ranks: int, salt: int | None = 0, **options: Any) -> list[GlobalBatchSampler]:
     options = {"shuffle": True, "seed": 7, **options}
     made = [GlobalBatchSampler(size, batch, rank, ranks, **options) for rank in range(ranks)]
@@ -146,35 +142,7 @@ def test_resuming_draws_the_remaining_global_batches(case: tuple, data: st.DataO
     assert following == expected(size, batch, epoch + 1, shuffle, drop_last)
 
 
-def test_a_resumed_epoch_may_be_divided_restarted_or_skipped() -> None:
-    (sampler,) = samplers(20, 6, 1, salt=None, shuffle=False)
-    sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "global_batches_done": 2})
-    sampler.divide_by(lambda samples: [[samples]])
-    assert next(iter(sampler))[0] == 12
-    sampler.set_epoch(3)
-    assert [indices[0] for indices in sampler] == [12, 18]
-    assert next(iter(sampler))[0] == 0 and sampler.epoch == 4
-    sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "global_batches_done": 2})
-    sampler.set_epoch(9)
-    assert next(iter(sampler))[0] == 0 and sampler.epoch == 9
-
-
-def test_bad_divisions_and_calls() -> None:
-    for shares in ([[4]], [[4], []], [[5], [-1]], [[4], [1]], [[3], [0]]):
-        for sampler in samplers(8, 4, 2, salt=None):
-            with pytest.raises(AssertionError):
-                sampler.divide_by(lambda samples, shares=shares: shares)
-            assert not sampler.is_divided
-    (sampler,) = samplers(10, 4, 1, salt=None)
-    assert len(sampler) == sampler.global_batches == 3
-    with pytest.raises(AssertionError):
-        sampler.divide_by(even_division(1), from_global_batch=2)  # global batches 0 and 1 would have no division
-    with pytest.raises(ValueError, match="epoch=-1"):
-        sampler.set_epoch(-1)
-    sampler.divide_by(even_division(1))
-    next(iter(sampler))
-    with pytest.raises(AssertionError):
-        sampler.divide_by(even_division(1))  # global batch 0 is drawn
+def test_too_few_samples() -> None:
     for samples, words in ((3, "lower it to 3 or less"), (0, "pass a dataset with samples")):
         with pytest.raises(ValueError, match=f"{samples} samples, fewer than global_batch_size=4; {words}"):
             samplers(samples, 4, 1)

@@ -1,23 +1,23 @@
-"""One member with a store in the same process: who joins the next world, and what ends with a world."""
+"""One member with a store in the same process: its environment, who joins, what ends with a world; notices, signals."""
 
 from __future__ import annotations
 
-import itertools
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from colossalai.cluster import DistCoordinator
 from colossalai.shardformer.layer.utils import Randomizer
-from torch.distributed import distributed_c10d
+from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
@@ -27,12 +27,21 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from colossal_hetero.colossalai_support import cpu
 from colossal_hetero.elastic import rendezvous
-from colossal_hetero.elastic.job_store import WorldConnections, open_sockets, peer_port
+from colossal_hetero.elastic.environment import (
+    ElasticEnvironment,
+    TorchrunPlace,
+    launcher_name,
+    parse_address,
+    runs_launcher,
+)
+from colossal_hetero.elastic.job_store import WorldConnections
 from colossal_hetero.elastic.membership import Membership
-from colossal_hetero.elastic.process_groups import LaunchedState, ProcessGroups
+from colossal_hetero.elastic.process_groups import LaunchedState, ProcessGroups, find_each_other
 from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
+from colossal_hetero.elastic.signals import FileNotice, SignalNotice
 from colossal_hetero.elastic.world import NEW, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
 from tests.support.harness import free_port, run_alone
+from tests.support.paths import REPOSITORY
 
 
 @pytest.fixture
@@ -55,10 +64,6 @@ def test_one_line_says_that_members_are_missing(
 
 
 def test_wrong_arguments_and_calls(port: int) -> None:
-    with pytest.raises(ValueError, match="min_members is 3 and max_members 2, but they must be 1 <= min_members"):
-        Membership("127.0.0.1", port, "j", "n", min_members=3, max_members=2)
-    with pytest.raises(ValueError, match="the name of the node is empty"):
-        Membership("127.0.0.1", port, "j", "", max_members=2)
     member = Membership("127.0.0.1", port, "j", "n", max_members=2)
     member.leave()  # nothing to leave
     member.fail("nothing to break")
@@ -72,8 +77,6 @@ def test_wrong_arguments_and_calls(port: int) -> None:
     with pytest.raises(StoreLostError, match=r"the store at 127\.0\.0\.1:\d+ does not answer within 0\.3 s"):
         Membership("127.0.0.1", free_port(), "j", "n", max_members=1, timing=timing)
     assert MembershipTiming().dead_wait_seconds == 2.0
-    with pytest.raises(ValueError, match="poll_seconds is 0, but must be above 0; the default is"):
-        MembershipTiming(poll_seconds=0)
 
 
 SETTINGS = RendezvousSettings("job", 2, 3, RendezvousTimeout(), timedelta(seconds=1), 2)
@@ -136,20 +139,6 @@ def test_what_a_member_that_joins_does_next() -> None:
     assert action is _Action.REMOVE_FROM_WAIT_LIST
 
 
-def test_changes_of_the_state_are_those_of_their_names() -> None:
-    lists, node = ("participants", "wait_list", "redundancy_list"), described(NEW_1)
-    holder = SimpleNamespace(state=state_of([FIRST], []))
-    holder.state.last_heartbeats = {}
-    executor = rendezvous._Executor(node, holder, SETTINGS, poll_seconds=0.0)  # type: ignore[arg-type]
-    executor._state = holder.state
-    for name, way in itertools.product(lists, ("ADD_TO", "REMOVE_FROM")):
-        rendezvous._CHANGES[_Action[f"{way}_{name.upper()}"]](executor)
-        for each in lists:
-            assert (node in getattr(holder.state, each)) == (way == "ADD_TO" and each == name), (way, each)
-    rendezvous._CHANGES[_Action.MARK_RENDEZVOUS_CLOSED](executor)
-    assert holder.state.closed and not holder.state.complete
-
-
 def test_the_limit_holds_for_groups_of_all_backends_until_they_are_destroyed() -> None:
     def limits() -> list[timedelta]:
         return [distributed_c10d._get_default_timeout(backend) for backend in ("gloo", "nccl")]
@@ -181,25 +170,6 @@ def enter_and_leave_worlds() -> None:
 
 def test_each_world_has_the_state_that_a_launch_leaves() -> None:
     run_alone(enter_and_leave_worlds, 60)  # it changes the environment and the state of Colossal-AI
-
-
-def form_after_a_failure(port: int) -> None:
-    initialize, reasons = ProcessGroups.initialize, ["Connection closed by peer"]
-
-    def fail_once(*arguments: Any) -> None:
-        if reasons:
-            raise RuntimeError(reasons.pop())
-        initialize(*arguments)
-
-    with patch.object(ProcessGroups, "initialize", fail_once):
-        member = Membership("127.0.0.1", port, "j", "a", max_members=1)
-        world = member.form()
-    assert reasons == [] and (world.rank, world.nodes) == (0, ("a",)) and member.failure is None
-    member.depart()
-
-
-def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int) -> None:
-    run_alone(form_after_a_failure, 60, port=port)
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
@@ -246,10 +216,196 @@ def test_only_connections_of_the_world_are_cut(sealed: bool) -> None:
             each.close()
 
 
-def test_the_port_of_a_peer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        earlier = open_sockets()
-        client, server = connected(listener)
-        with client, server:
-            ports = {peer_port(each) for each in open_sockets() - earlier}
-            assert ports == {listener.getsockname()[1], client.getsockname()[1]}
+TORCHRUN = dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", GROUP_WORLD_SIZE="1")
+TORCHRUN |= dict(MASTER_ADDR="10.0.0.6", MASTER_PORT="29500")
+TORCHRUN |= dict(TORCHELASTIC_RUN_ID="vit-7", TORCHELASTIC_USE_AGENT_STORE="True")
+JOB = TORCHRUN | dict(
+    COLOSSAL_HETERO_STORE="10.0.0.5:29400", COLOSSAL_HETERO_JOB="job-1", COLOSSAL_HETERO_NODE="node.a"
+)
+
+
+def test_the_place_in_a_job() -> None:
+    place = ElasticEnvironment.from_environ(JOB)
+    launcher = f"torchrun on {socket.gethostname()} (MASTER_PORT 29500)"
+    assert place == ElasticEnvironment("10.0.0.5", 29400, "job-1", "node.a", 1, launcher)
+    slurm = JOB | dict(SLURMD_NODENAME="gpu-3")
+    assert ElasticEnvironment.from_environ(slurm).node == "node.a"
+    del slurm["COLOSSAL_HETERO_NODE"], slurm["COLOSSAL_HETERO_JOB"]
+    place = ElasticEnvironment.from_environ(slurm)
+    assert (place.node, place.job) == ("gpu-3", "default")
+    del slurm["SLURMD_NODENAME"]
+    assert ElasticEnvironment.from_environ(slurm).node == socket.gethostname()
+    assert parse_address("store.example:29400") == ("store.example", 29400)
+    place = ElasticEnvironment.from_environ(JOB | dict(COLOSSAL_HETERO_STORE="[fe80::1%eth0]:1"))
+    assert (place.store_host, place.store_port) == ("fe80::1%eth0", 1)
+
+
+def test_the_place_in_the_world_of_torchrun() -> None:
+    environ = TORCHRUN | dict(COLOSSAL_HETERO_NODE="gpu-3")
+    assert TorchrunPlace.from_environ(environ) == TorchrunPlace(0, 3, 1, "10.0.0.6", 29500, False, "gpu-3", "vit-7")
+    environ = TORCHRUN | dict(TORCHELASTIC_USE_AGENT_STORE="False", COLOSSAL_HETERO_NODE="")
+    place = TorchrunPlace.from_environ(environ)
+    assert place.hosts_store and place.node == socket.gethostname()
+    assert not TorchrunPlace.from_environ(environ | dict(RANK="1")).hosts_store
+    for name in ("none", ""):  # a job without a name has that of its launcher
+        job = TorchrunPlace.from_environ(TORCHRUN | dict(TORCHELASTIC_RUN_ID=name)).job
+        assert job == launcher_name(os.getppid()) and runs_launcher(job)
+        number, start = job.split("-")[1:]
+        assert not runs_launcher(f"launcher-{number}-{int(start) + 1}")
+    assert runs_launcher("a-job-with-a-name")
+
+
+def test_a_worker_that_does_not_come_is_waited_for_up_to_the_limit() -> None:
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match=rf"not all of 2 workers came within 0.3 s \(this is rank {rank}\)"):
+            find_each_other(HashStore(), rank, 2, "a", 0.3)
+
+
+@pytest.fixture
+def received() -> Iterator[list[int]]:
+    """Signals that reach the handler which was there before the notice."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_first_signal_is_the_notice_and_a_later_one_has_its_usual_effect(received: list[int]) -> None:
+    notice = SignalNotice(same_within_seconds=0.0)
+    assert not notice.is_given()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.is_given() and received == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.is_given() and received == [signal.SIGTERM]
+    # One that arrives twice at the same time is one notice.
+    notice = SignalNotice(same_within_seconds=60.0)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.is_given() and received == [signal.SIGTERM]
+    notice.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] * 2
+
+
+def test_a_forked_process_ends_by_the_signal() -> None:
+    notice = SignalNotice()
+    child = os.fork()
+    if child == 0:  # as a worker of a data loader
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    notice.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not notice.is_given()
+
+
+def test_only_the_main_thread_can_wait_for_signals() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match=r"main thread.*FileNotice"):
+        pool.submit(SignalNotice).result()
+
+
+def test_a_file_is_a_notice_that_remains_and_several_ranks_see_it(tmp_path: Path) -> None:
+    path = tmp_path / "leave"
+    first, second = FileNotice(path), FileNotice(str(path))
+    assert not first.is_given() and not second.is_given()
+    path.touch()
+    assert first.is_given() and second.is_given()
+    path.unlink()
+    assert first.is_given() and not FileNotice(path).is_given()
+
+
+SCRIPT = """
+import ctypes, multiprocessing, os, signal, sys, time
+from colossal_hetero.elastic.signals import TerminationWatch
+
+def act():
+    print("acted", flush=True)
+    if what == "group":
+        time.sleep(0.3)
+        print(f"the forked process lives: {forked.is_alive()}", flush=True)
+        forked.kill()
+
+what = sys.argv[1]
+watch = TerminationWatch(act)
+if what == "group":
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forked.start()
+    time.sleep(0.3)
+if what == "closed":
+    watch.close()
+if what == "child":
+    child = os.fork()
+    if child == 0:
+        print("ready", flush=True)
+        time.sleep(60)
+    _, status = os.waitpid(child, 0)
+    print(f"child ended by {os.WTERMSIG(status)}", flush=True)
+    time.sleep(0.3)
+    os._exit(0)
+print("ready", flush=True)
+ctypes.CDLL(None).pause() if what == "stuck" else time.sleep(60)
+ctypes.CDLL(None).sleep(60)
+"""
+
+
+def run(what: str) -> tuple[int, str]:
+    """Exit code and output of a process that got SIGTERM, alone or with its process group as from torchrun."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, what], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    number = process.pid
+    if what == "child":
+        (number,) = map(int, subprocess.check_output(["pgrep", "-P", str(number)], text=True).split())
+    subprocess.run(["kill", "-TERM", "--", f"-{number}" if what == "group" else str(number)], check=True)
+    output, _ = process.communicate(timeout=30)
+    return process.returncode, output
+
+
+def test_what_a_process_does() -> None:
+    ended = 128 + signal.SIGTERM
+    for what, code, output in (
+        ("stuck", ended, "acted\n"),
+        ("sleeping", ended, "acted\n"),
+        ("group", ended, "acted\nthe forked process lives: True\n"),
+        ("closed", -signal.SIGTERM, ""),
+        ("child", 0, f"child ended by {int(signal.SIGTERM)}\n"),
+    ):
+        assert run(what) == (code, output), what
+
+
+ABORTING = """
+import ctypes, os, sys, threading, time
+from colossal_hetero.elastic.signals import AbortWatch
+
+def act():
+    time.sleep(0.5)
+    print("acted", flush=True)
+
+def abort():
+    ctypes.CDLL(None).abort()  # as the watchdogs of two process groups do, without Python's lock
+
+watch, what = AbortWatch(act), sys.argv[1]
+if what == "closed":
+    watch.close()
+if what == "sent":
+    os.kill(os.getpid(), 6)  # by the system, for example because the process is stuck
+if what != "child" or os.fork() == 0:
+    threads = [threading.Thread(target=abort, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    ctypes.CDLL(None).pause()
+print(f"child ended by {os.WTERMSIG(os.wait()[1])}", flush=True)
+"""
+
+
+def test_what_a_process_does_that_another_thread_aborts() -> None:
+    for what, code, output in (
+        ("stuck", -signal.SIGABRT, "acted\n"),
+        ("sent", -signal.SIGABRT, "acted\n"),
+        ("closed", -signal.SIGABRT, ""),
+        ("child", 0, f"child ended by {int(signal.SIGABRT)}\n"),
+    ):
+        command = [sys.executable, "-X", "faulthandler", "-c", ABORTING, what]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+        assert (ended.returncode, ended.stdout) == (code, output), what
+        assert "Fatal Python error: " in ended.stderr  # the other thread may end the process while one writes

@@ -1,13 +1,11 @@
-"""The ViT example's command line, its checks and its data, without ranks."""
+"""The ViT example's command line, its checks and its report, without ranks."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,23 +14,17 @@ from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.config import PAPER_METHODS
 from colossal_hetero.balance.report import IterationRecord, RankRecord
 from colossal_hetero.profiling.named_profile import build_model
-from examples.common import terminal
 from examples.common.balancing_report import BalancingReport
-from examples.common.images import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
+from examples.common.images import DataInfo, find_data
 from examples.common.measurements import Measurements, summarize
 from examples.common.options import UsageError
 from examples.common.tensor_parallel import Layout
-from examples.common.terminal import write_json
 from examples.vit.model import build_chosen_vit, check_model
 from examples.vit.options import VitOptions, check_options, parse_options
 
 
 def options(line: str = "") -> VitOptions:
     return parse_options(line.split())
-
-
-def no_track(items, _what):
-    return items
 
 
 def make_folder(root: Path, train: dict[str, int], test: dict[str, int], size: int = 32) -> Path:
@@ -99,67 +91,6 @@ def test_models_that_cannot_be_trained_are_rejected_and_others_are_adapted():
         assert {key: value.shape for key, value in shapes.items()} == {key: value.shape for key, value in ours.items()}
 
 
-def test_digits_are_split_by_class_into_disjoint_parts():
-    train, test = load_data(options(), no_track)
-    info = find_data(options(), 64)
-    assert (len(train), len(test), 10) == (info.train_images, info.test_images, info.classes)
-    shares = test.labels.bincount() / (train.labels.bincount() + test.labels.bincount())
-    assert shares.min() > 0.18 and shares.max() < 0.22
-    images, _ = test.__getitems__(range(359))
-    assert images.shape == (359, 3, 32, 32)
-    assert abs(float(images.mean())) < 0.1 and abs(float(images.std()) - 1) < 0.1
-
-
-def test_augmentation_depends_only_on_seed_epoch_and_image():
-    pixels = torch.randint(0, 256, (20, 3, 32, 32), dtype=torch.uint8)
-    sets = [
-        ImageSet(pixels, torch.arange(20), torch.zeros(3), torch.ones(3), Augmentation(4, flip=True), seed=seed)
-        for seed in (1, 1, 2)
-    ]
-    for images in sets:
-        images.set_epoch(3)
-    whole = sets[0].__getitems__(range(20))[0]
-    assert torch.equal(sets[1].__getitems__([7, 2])[0], whole[[7, 2]])
-    assert not torch.equal(sets[2].__getitems__(range(20))[0], whole)
-    sets[0].set_epoch(4)
-    assert not torch.equal(sets[0].__getitems__(range(20))[0], whole)
-
-
-def test_crops_and_mirror_images_are_parts_of_the_padded_image():
-    picture = torch.arange(3 * 32 * 32).remainder(251).to(torch.uint8).view(1, 3, 32, 32).repeat(200, 1, 1, 1)
-    images = ImageSet(picture, torch.zeros(200), torch.zeros(3), torch.ones(3), Augmentation(2, flip=True))
-    bordered = torch.nn.functional.pad(picture[0].float() / 255, (2, 2, 2, 2))
-    crops = [bordered[:, y : y + 32, x : x + 32] for y in range(5) for x in range(5)]
-    expected = [crop.flip(2) for crop in crops] + crops
-    found = [
-        [number for number, crop in enumerate(expected) if torch.equal(crop, image)]
-        for image in images.__getitems__(range(200))[0]
-    ]
-    assert all(len(matches) == 1 for matches in found) and len({each for (each,) in found}) > 35
-
-
-def test_each_held_out_image_is_counted_once():
-    for count, replicas, batch in ((10, 1, 4), (10, 3, 2), (11, 2, 4), (7, 2, 8)):
-        pixels = torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
-        images = ImageSet(pixels, torch.arange(count), torch.zeros(3), torch.ones(3))
-        shares = [list(padded_batches(images, batch, replica, replicas)) for replica in range(replicas)]
-        assert len({len(share) for share in shares}) == 1
-        assert all(len(labels) == len(pixels) == batch for share in shares for pixels, labels in share)
-        seen = [label for share in shares for _, labels in share for label in labels.tolist() if label >= 0]
-        assert sorted(seen) == list(range(count))
-
-
-def test_images_of_a_folder_are_resized_and_many_are_read_batch_by_batch(tmp_path, monkeypatch):
-    root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1}, size=48)
-    chosen = options(f"--data folder --data-dir {root} --batch-size 4")
-    assert find_data(chosen, chosen.batch_size).classes == 2
-    train, test = load_data(chosen, no_track)
-    held = test.__getitems__([0, 1])[0]
-    assert train.labels.tolist() == [0, 0, 0, 1, 1] and held.shape == (2, 3, 32, 32)
-    monkeypatch.setattr("examples.common.images.MAX_HELD_BYTES", 0)
-    assert torch.equal(load_data(chosen, no_track)[1].__getitems__([0, 1])[0], held)
-
-
 def test_unusable_data_is_reported(tmp_path):
     for number, (train, test, says) in enumerate(
         (
@@ -208,46 +139,6 @@ def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measure
     return measurements
 
 
-def test_the_summary_holds_medians_after_warm_up_and_the_bound(tmp_path):
-    summary = summarize(measured("--straggler 1:3 --balance resize", 40), [10, 20])
-    assert summary["schema"] == 1 and summary["warmup_iterations"] == 5 and summary["iterations"] == 40
-    assert summary["iteration_seconds"] == pytest.approx({"median": 0.2, "p10": 0.2, "p90": 0.2})
-    assert summary["samples_per_second"] == pytest.approx(320)
-    assert summary["bound"] == pytest.approx({"ideal_ratio": 1.5, "measured_ratio": 2.0})
-    assert summary["ranks"][1]["resized"] == 0.5 and summary["ranks"][0]["wait_seconds"] == 0.05
-    write_json(summary, tmp_path / "summary.json")
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
-
-    short = measured("", 8)
-    short.loss[2] = float(np.nan)
-    summary = json.loads(json.dumps(summarize(short, [10, 20]), allow_nan=False))
-    assert summary["bound"] is None and summary["warmup_iterations"] == 2 and summary["loss"][2] is None
-
-
-WHAT_IF = {"waiting_seconds": 0.025, "balanced_seconds": 0.15, "unbalanced_seconds": 0.3}
-WHAT_IF |= {"homogeneous_seconds": 0.1, "bound_seconds": 0.15, "saved_seconds": 0.15}
-
-
-def test_the_summary_holds_the_what_if_times():
-    found = summarize(measured("--balance auto", 40, note="the network is too slow", own_score=0.5), [1, 1])["what_if"]
-    assert found.pop("notes") == ["the network is too slow"]
-    assert found.pop("scores") == [
-        {"rank": 0, "relative": 1.0, "own": 1.0},
-        {"rank": 1, "relative": pytest.approx(1 / 3), "own": 0.5},
-    ]
-    assert found == pytest.approx(WHAT_IF)
-
-    without = measured("", 4)
-    without.records.clear()
-    assert summarize(without, [1, 1])["what_if"] is None
-    # The slowest group determines the time of an iteration.
-    measurements = measured("--tp 1", 4, work_seconds=0.2)
-    found = measurements.report()
-    assert measurements.layout.tp_groups == [[0], [1]]
-    assert (found.balanced_seconds, found.unbalanced_seconds) == pytest.approx((0.2, 0.3))
-
-
 def printed_report(measurements: Measurements, capsys, monkeypatch) -> str:
     """What the report prints at the end of an epoch and of the run."""
     monkeypatch.setenv("COLUMNS", "140")
@@ -272,32 +163,3 @@ def test_the_result_shows_the_time_that_balancing_saved(capsys, monkeypatch):
         assert words in text, words
     assert "migrated" not in text and "received" not in text
     assert re.search(r"vs fastest +vs own best", text) and re.search(r"0\.33 +1\.00", text)
-
-
-def test_the_result_shows_migration_and_the_time_that_balancing_cost(capsys, monkeypatch):
-    slow = dict(resized=0.0, migrated=0.25, received=0.125, equal_work_seconds=0.12, equal_matmul_seconds=0.12)
-    text = printed_report(measured("--balance semi", 8, note="migration pays", **slow), capsys, monkeypatch)
-    assert "rank 1 migrated 25%, received 12%\n" in text
-    assert re.search(r"migrated +received", text) and "resized" not in text
-    assert "(0.8 times as long: balancing cost 30 ms)" in text
-    assert "migration pays" not in text
-    slow = slow | dict(migrated=0.0, received=0.0)
-    text = printed_report(measured("--balance auto", 8, note="migration cannot pay", **slow), capsys, monkeypatch)
-    assert "Nothing was migrated: migration cannot pay.\n" in text
-
-
-def test_another_slowdown_than_was_injected_is_named():
-    assert measured("--straggler 1:3 --balance resize", 8).slowdown_in_words() == ""
-    words = measured("--straggler 1:8 --balance resize", 8).slowdown_in_words()
-    assert "products of rank 1 were made to take 8 times as long and took 3.0 times" in words
-    assert measured("", 8).slowdown_in_words() == ""
-
-
-def test_without_a_progress_bar_a_line_says_how_far_training_is(capsys, monkeypatch):
-    moment = 100.0
-    monkeypatch.setattr(terminal.time, "monotonic", lambda: moment)
-    shown = terminal.Terminal(True, "", "")
-    for done, seconds in enumerate((1.0, 8.0, 2.0, 3.0, 6.0, 5.0), start=1):
-        moment += seconds
-        shown.is_at(done, 20)
-    assert capsys.readouterr().out.split("\n") == ["  3 of 20 iterations", "  6 of 20 iterations", ""]

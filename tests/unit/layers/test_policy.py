@@ -1,64 +1,28 @@
-"""``hetero_policy`` replaces only the parallel linear layers of a policy."""
+"""``hetero_policy`` replaces only the parallel linear layers; lack of memory is recognized and foreseen."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import timm
+import torch
 import transformers
-from colossalai.shardformer import layer as colossalai_layers
 from colossalai.shardformer.policies import auto_policy
-from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
-from torch import nn
+from colossalai.shardformer.policies.vit import ViTPolicy
+from torch.distributed import DistBackendError
 
 from colossal_hetero.layers import hetero_policy
-from colossal_hetero.layers.policy import HETERO_LAYERS
 from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
+from colossal_hetero.layers.transport import check_room, is_out_of_memory
 
 
-class SmallPolicy(Policy):
-    """A policy for a model with one layer of every kind."""
-
-    targets = (
-        *(*HETERO_LAYERS, colossalai_layers.VocabParallelEmbedding1D),
-        *(colossalai_layers.LinearWithGradAccum, colossalai_layers.DropoutForParallelInput),
-    )
-
-    def config_sanity_check(self) -> None: ...
-
-    def preprocess(self) -> nn.Module:
-        return self.model
-
-    def postprocess(self) -> nn.Module:
-        return self.model
-
-    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
-        replacements = [
-            SubModuleReplacementDescription(f"child{index}", target, {"index": index}, index % 2 == 0)
-            for index, target in enumerate(self.targets)
-        ]
-        return {
-            nn.Linear: ModulePolicyDescription({"heads": 2}, [print], replacements, {"forward": print}),
-            "ByName": ModulePolicyDescription(attribute_replacement={"heads": 2}),
-        }
-
-
-def test_only_the_linear_layers_are_replaced_and_the_given_policy_stays_as_it_is() -> None:
-    given, table = SmallPolicy(), copy.deepcopy(auto_policy._POLICY_LIST)
+def test_the_given_policy_and_colossalais_table_stay_as_they_are() -> None:
+    """That linear layers are replaced, and only these, is in the training of each family."""
+    given, table = ViTPolicy(), copy.deepcopy(auto_policy._POLICY_LIST)
     policy = hetero_policy(given)
-    assert isinstance(policy, SmallPolicy) and policy is not given and type(given) is SmallPolicy
-    assert type(policy).__name__ == "HeteroSmallPolicy" and type(policy) is type(hetero_policy(SmallPolicy()))
-    theirs, ours = given.module_policy(), policy.module_policy()
-    assert ours["ByName"] == theirs["ByName"]
-    for field in ("attribute_replacement", "param_replacement", "method_replacement"):
-        assert getattr(ours[nn.Linear], field) == getattr(theirs[nn.Linear], field)
-    pairs = zip(theirs[nn.Linear].sub_module_replacement, ours[nn.Linear].sub_module_replacement, strict=True)
-    for target, (their, our) in zip(given.targets, pairs, strict=True):
-        assert their.target_module is target and our.target_module is HETERO_LAYERS.get(target, target)
-        for field in ("suffix", "kwargs", "ignore_if_not_exist"):
-            assert getattr(our, field) == getattr(their, field)
+    assert isinstance(policy, ViTPolicy) and policy is not given and type(given) is ViTPolicy
+    assert type(policy).__name__ == "HeteroViTPolicy" and type(policy) is type(hetero_policy(ViTPolicy()))
     assert table == auto_policy._POLICY_LIST
     sizes = dict(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
@@ -76,3 +40,35 @@ def test_the_error_for_a_model_without_a_policy_says_what_is_valid() -> None:
         *("custom_policy=", "hetero_policy(MyPolicy())", "auto_policy"),
     ):
         assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
+        (
+            DistBackendError("NCCL error: unhandled cuda error\nFailed to CUDA calloc 6291456 bytes: out of memory"),
+            True,
+        ),
+        (DistBackendError("ncclUnhandledCudaError: Call to CUDA failed.\nCuda failure 2 'out of memory'"), True),
+        (DistBackendError("NCCL error: remote process exited or there was a network error"), False),
+    ],
+)
+def test_lack_of_memory_is_told_from_other_errors(error: RuntimeError, is_memory: bool) -> None:
+    assert is_out_of_memory(error) == is_memory
+
+
+@pytest.mark.parametrize(("more_bytes", "more_work"), [(40, 0.0), (20, 0.5), (0, 1.0)])
+def test_an_iteration_that_would_not_fit(more_bytes: int, more_work: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with 100 bytes for this process, of which 60 were in use at most, 40 of them for activations."""
+    found = dict(mem_get_info=(30, 1000), memory_reserved=70, max_memory_allocated=60, memory_allocated=20)
+    found |= dict(get_per_process_memory_fraction=1.0)  # which older versions of torch do not have
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value, raising=False)
+    gpu = torch.device("cuda", 0)
+    check_room(gpu, more_bytes, more_work)
+    with pytest.raises(RuntimeError, match="an iteration would need 101 bytes, the GPU has 100") as error:
+        check_room(gpu, more_bytes + 1, more_work)
+    assert is_out_of_memory(error.value)
+    check_room(torch.device("cpu"), 2**60, 1.0)  # is not asked

@@ -15,35 +15,22 @@ from colossal_hetero.planner.cluster.topology import Channel, MeasuredLink, Topo
 from tests.support.command_line import failure
 from tests.support.paths import CLUSTERS
 
-GPU_NAMES = {
-    "A100-40": "NVIDIA A100-SXM4-40GB",
-    "A100-80": "NVIDIA A100-SXM4-80GB",
-    "V100-16": "Tesla V100-SXM2-16GB",
-}
+GPU_NAMES = {"A100-40": "NVIDIA A100-SXM4-40GB", "A100-80": "NVIDIA A100-SXM4-80GB", "V100-16": "Tesla V100-SXM2-16GB"}
 
 
 def test_gpu_kinds_by_device_names() -> None:
     for device, gibibytes, name in (
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
-        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40"),
         ("NVIDIA A100 80GB PCIe", 79.2, "A100-80"),
         ("NVIDIA A800-SXM4-80GB", 79.3, "A800"),
-        ("NVIDIA H800", 79.1, "H800"),
-        ("NVIDIA H20", 95.6, "H20"),
         ("Tesla V100-SXM2-16GB", 15.8, "V100-16"),
-        ("Tesla V100-SXM2-32GB", 31.7, "V100-32"),
-        ("Tesla T4", 14.6, "T4"),
         ("NVIDIA GeForce RTX 3090", 23.7, "RTX-3090"),
-        ("GeForce GTX 1080", 7.9, "GTX-1080"),
-        ("NVIDIA RTX A6000", 47.5, "A6000"),
-        ("Quadro RTX 5000", 15.7, "RTX-5000"),
         ("NVIDIA GeForce RTX 2080 Ti", 10.8, "RTX-2080"),
         ("NVIDIA TITAN RTX", 23.6, "Titan-RTX"),
         ("NVIDIA GH200 480GB", 94.5, "GH-96"),
         # Similar names of other GPUs.
         ("NVIDIA H200", 139.8, "H200"),
         ("NVIDIA GeForce RTX 3090 Ti", 23.7, "RTX-3090-Ti"),
-        ("NVIDIA GeForce GTX 1080 Ti", 10.9, "GTX-1080-Ti"),
         ("NVIDIA RTX 5000 Ada Generation", 31.5, "RTX-5000-Ada-Generation"),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, "A100-SXM4-40GB-MIG-3g.20gb"),
         ("cpu", 64, "cpu"),
@@ -146,14 +133,6 @@ def test_slow_devices_and_little_memory(tmp_path: Path) -> None:
     assert load_cluster(tmp_path / "cluster.toml") == found
 
 
-def test_machines_with_the_same_host_name() -> None:
-    facts = [RankFacts("localhost", machine, "cpu", 10**9, 1e9) for machine in "aabb"]
-    link = MeasuredLink(ranks=(0, 2), protocol="gloo", latency_seconds=0, bytes_per_second=1e9)
-    found, _ = make_topology(facts, [link])
-    assert [(node.name, node.devices) for node in found.nodes] == [("localhost", (0, 1)), ("localhost-2", (2, 3))]
-    assert found.channel(0, 3) == Channel("Ethernet", 1e9)
-
-
 def test_every_pair_of_machines_is_measured_and_pairs_of_a_round_share_no_machine() -> None:
     topology = parse_cluster(
         'schema = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\ncount = 3\ndevices = [{ kind = "T4", count = 3 }]\n'
@@ -198,11 +177,5 @@ def test_network_cards_are_read_from_sysfs(tmp_path: Path) -> None:
 
 
 def test_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments, words in (
-        (["--out", "nowhere/at/all/cluster.toml"], "there is no folder"),
-        (["--cluster-of", "east"], "'east' does not have the form HOST=CLUSTER"),
-        (["--nproc", "0"], "0 is not in the range"),
-    ):
-        assert words in failure("probe", *arguments)
     monkeypatch.setenv("RANK", "0")
     assert "a launcher has already started the ranks" in failure("probe", "--nproc", "2")

@@ -13,17 +13,10 @@ from colossal_hetero.testing import Stragglers, inject_stragglers, parse_slowdow
 from colossal_hetero.testing import stragglers as module
 from colossal_hetero.testing.stragglers import repeat_passes
 
-IMPOSSIBLE = (0.5, -2.0, float("nan"), float("inf"))
-
 
 def test_slowdowns_by_rank() -> None:
     assert parse_slowdowns("1:4") == {1: 4.0}
     assert parse_slowdowns(" 3:2.5 , 0:8 ") == {3: 2.5, 0: 8.0}
-    for text in ("", "2", "1:", ":4", "0:x", "x:2", "1:2,", "1:2:3", "1.5:2"):
-        with pytest.raises(ValueError, match="is not RANK:FACTOR; for example, 3:2"):
-            parse_slowdowns(text)
-    with pytest.raises(ValueError, match="rank 0 is given twice in '0:2,1:3,0:4'"):
-        parse_slowdowns("0:2,1:3,0:4")
 
 
 def table(stragglers: Stragglers, periods: int) -> list[list[float]]:
@@ -93,27 +86,6 @@ def test_injection_follows_the_schedule_by_iteration_and_by_epoch(
         seen.append(layer.slow_down.factor)
         assert optimizer.step() == "stepped"
     assert seen == expected and optimizer.steps == len(expected)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(slowdowns={2: 2.0}), "rank 2 does not exist; there are 2 ranks, 0 to 1"),
-        (dict(slowdowns={-1: 2.0}), "rank -1 does not exist"),
-        *(
-            (dict(slowdowns={0: each}), f"slowdown {each} of rank 0 must be a number of at least 1")
-            for each in IMPOSSIBLE
-        ),
-        (dict(schedule="often"), "unknown schedule 'often'; valid are constant, round-robin, random"),
-        (dict(period="often"), "unknown period 'often'; valid are iteration, epoch"),
-        (dict(schedule="random"), "a random schedule that changes every epoch needs iterations_per_epoch"),
-        (dict(), "has no tensor-parallel layers of colossal_hetero"),
-    ],
-)
-def test_what_cannot_be_slowed_is_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        stragglers = Stragglers(**{"slowdowns": {0: 3.0}, "world_size": 2, **options})
-        inject_stragglers(torch.nn.Linear(1, 1), Optimizer(), stragglers)
 
 
 class Counted(torch.autograd.Function):

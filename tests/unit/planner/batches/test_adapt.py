@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner import Curve, Share, allocate
+from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches import adapt as adapt_module
 from colossal_hetero.planner.batches.adapt import (
     EXACT_DEVICES,
@@ -109,18 +109,6 @@ def mesh(count: int, gloo: float, nccl: float | None = None, only: tuple[int, ..
     if nccl is not None:
         found += [link(pair, "nccl", nccl) for pair in combinations(only or range(count), 2)]
     return found
-
-
-def test_a_cpu_that_requires_gloo_is_dropped_if_that_saves_time() -> None:
-    curves = [straight(1.0), straight(1.0), straight(4.0)]
-    for gloo, dropped in ((10.0, (2,)), (1.0, ())):  # 16 s + gloo with all, 18 s + 0.5 s without the CPU
-        links = mesh(3, gloo, 0.5, only=(0, 1))
-        plan = adapt(curves, 36, 0, links=links, protocols=[GPU, GPU, CPU])
-        assert plan.dropped == dropped and plan.protocol == ("nccl" if dropped else "gloo")
-        if dropped:
-            assert plan.ring == (0, 1) and plan.cost_seconds == pytest.approx(18.5)
-            assert plan.allocation.shares[2] == Share(()) and plan.allocation.busy_seconds[2] == 0.0
-            assert sum(share.samples for share in plan.allocation.shares) == 36
 
 
 def test_two_cpus_are_dropped_together() -> None:

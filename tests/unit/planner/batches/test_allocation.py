@@ -1,18 +1,195 @@
-"""Allocations compared with all other allocations by enumeration."""
+"""Batch profiles, curves through measured points, and allocations against all others by enumeration."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from math import inf
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner import Allocation, Curve, Share, allocate
-from colossal_hetero.planner.batches.allocation import METHODS, evaluate, largest_remainders
+from colossal_hetero.planner import Allocation, Curve, allocate
+from colossal_hetero.planner.batches.allocation import METHODS, largest_remainders
+from colossal_hetero.planner.batches.batch_profile import load_profile, save_profile
+from colossal_hetero.planner.batches.time_curve import MAX_DIP, MAX_SPREAD, equal_devices, joint_curves, joint_seconds
+from tests.support.batch_profiles import GIB, device, profile
 from tests.support.random_examples import examples
+
+
+def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(profile(), path)
+    assert load_profile(path) == profile()
+    assert list(tmp_path.iterdir()) == [path]
+    text = path.read_text()
+    assert json.loads(text)["schema"] == 1
+    assert '{ "batch": 1, "seconds": 0.1 }' in text  # one line per point, easy to edit
+
+
+def test_curves_communication_and_flops_of_a_profile() -> None:
+    curves = profile().curves(0)
+    assert curves[0] is curves[2] and curves[1] is curves[3] and curves[0] is not curves[1]
+    assert [curve.max_batch for curve in curves] == [4, 2, 4, 2]
+    assert [curve.max_batch for curve in profile().curves(0, largest=3)] == [3, 2, 3, 2]
+    assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.25, 0.25, 0.75]
+    assert profile(stage=2).communication(2) == 0.5
+    assert profile().flops == [1e12] * 4
+    assert profile(kinds=[device(), device("slow", flops=None)]).flops is None
+    points = [{"batch": 4, "seconds": 0.3}, {"batch": 1, "seconds": 0.1}]
+    assert [point.batch for point in device(points=points).points] == [1, 4]
+    bad = device("bad", points=[{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}])
+    with pytest.raises(ValueError, match=r"device bad: .*batch 2 takes 0.2"):
+        profile(kinds=[device(), bad]).curves(0)
+
+
+def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:
+    # The state is 9, 10.5 and 12 GiB smaller than at stage 0; a sample takes 2 GiB.
+    assert [profile().kind_max_batches(stage)[0] for stage in range(4)] == [4, 4 + 4, 4 + 5, 4 + 6]
+    # At stage 0 the memory for half a sample stays unused; at stage 1 it is used.
+    assert [profile().kind_max_batches(stage)[1] for stage in range(2)] == [2, 2 + 5]
+    assert profile().state_bytes(3) == [4 * GIB, 4 * GIB]
+    # If the measured largest batch differs from the computed one, the predictions are corrected by the difference.
+    wasteful = profile(kinds=[device(max_batch=3)], ranks=[0] * 4, links=[])
+    assert wasteful.kind_max_batches(3)[0] == 9
+    # Fewer ranks each hold more of the state.
+    assert profile().state_bytes(0, 2) == profile().state_bytes(0) and profile().state_bytes(3, 2) == [8 * GIB] * 2
+    assert [curve.max_batch for curve in profile().curves(3, sharing_ranks=2)] == [8, 6, 8, 6]
+
+
+def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() -> None:
+    small = device("small", max_batch=0, memory_bytes=10 * GIB)
+    one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
+    assert [one.kind_max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(
+        ValueError, match=r"ranks 1-3 \(small\) cannot hold one sample at stage 0.*at stage 1 one sample fits"
+    ):
+        one.curves(0)
+    assert one.curves(1)[1].max_batch == 1
+    tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])
+    with pytest.raises(ValueError, match="at higher stages no sample fits either; otherwise leave that device out"):
+        tiny.curves(2)
+
+
+# Time curves --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
+    """Points whose times rise, except for noise."""
+    batches = sorted(draw(st.sets(st.integers(1, 64), min_size=2, max_size=8)))
+    times, time = [], draw(st.floats(0.001, 1.0))
+    for _ in batches:
+        times.append(time * draw(st.floats(1 - MAX_DIP / 2.1, 1.0)))
+        time += draw(st.floats(0.0, 1.0))
+    return dict(zip(batches, times, strict=True)), draw(st.integers(1, 100))
+
+
+@given(measured())
+def test_curves_rise_and_stay_near_the_points(case: tuple[dict[int, float], int]) -> None:
+    points, max_batch = case
+    curve = Curve.through(points, max_batch)
+    assert curve.max_batch == max_batch and curve.seconds.shape == (max_batch + 1,)
+    assert (np.diff(curve.seconds) >= 0).all() and (curve.seconds > 0).all() and curve.seconds[0] == curve.seconds[1]
+    for batch, seconds in points.items():
+        if batch <= max_batch:
+            assert curve.seconds[batch] == pytest.approx(seconds, rel=MAX_DIP)
+
+
+def test_curves_by_hand() -> None:
+    points = {1: 1.0, 2: 1.1, 4: 1.9, 8: 4.5, 13: 6.0}
+    curve = Curve.through(points, 20)
+    assert {batch: curve.seconds[batch] for batch in points} == pytest.approx(points)
+    # After the last point the curve is linear.
+    assert np.diff(curve.seconds[13:], 2) == pytest.approx(np.zeros(6), abs=1e-12)
+    # The natural spline: its second derivative is 18/8 at 4, and 0 at 2 and 6.
+    curve = Curve.through({2: 1.0, 4: 2.0, 6: 9.0}, 6)
+    assert curve.seconds[5] == pytest.approx(18 / 8 / 12 + (2 / 2 - 18 / 8 / 3) + 9 / 2)
+    # Between two points it stays between their times, and below the first one no sample is faster than there.
+    curve = Curve.through({1: 1.0, 8: 1.0, 9: 5.0, 16: 5.0}, 16)
+    assert curve.seconds[1:9].tolist() == [1.0] * 8 and curve.seconds[9:].tolist() == [5.0] * 8
+    assert (Curve.through({4: 2.0, 8: 6.0}, 8).seconds[1:4] >= 2.0 * np.arange(1, 4) / 4 - 1e-12).all()
+    assert Curve.through({1: 0.5}, 1).seconds.tolist() == [0.5, 0.5]
+    curve = Curve.from_seconds([2.0, 2.0, 4.5, 5.0])
+    assert curve.peak_speed == 1.0 and curve.limited(0).peak_speed == 0.0
+    assert curve.limited(9) is curve and curve.limited(2).max_batch == 2 and curve.limited(0).max_batch == 0
+    assert not curve.seconds.flags.writeable
+    # Noise is averaged.
+    curve = Curve.through({1: 1.0, 2: 2.0, 4: 1.9, 8: 4.0}, 8)
+    assert curve.seconds[[2, 3, 4]].tolist() == pytest.approx([1.95] * 3)
+
+
+def test_below_the_smallest_batch_the_curve_is_level() -> None:
+    points = {2: 1.0, 4: 2.0, 6: 9.0}
+    curve, whole = Curve.through(points, 6, min_batch=2), Curve.through(points, 6)
+    assert curve.seconds.tolist() == [1.0, 1.0, 1.0, *whole.seconds[3:]]
+    assert curve.limited(3).min_batch == 2 and curve.limited(1).max_batch == 0
+    assert Curve.through({2: 1.0}, 2, min_batch=2).seconds.tolist() == [1.0] * 3
+    assert Curve.from_seconds([1.0, 2.0, 3.0], 3).seconds.tolist() == [3.0] * 4
+
+
+def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curve:
+    return Curve.from_seconds(factor * (0.2 + 0.1 * np.arange(1, max_batch + 1)), min_batch)
+
+
+def noisy(seed: int, max_batch: int = 64) -> Curve:
+    """A curve through points of which each has an error of up to 4 %."""
+    random = np.random.default_rng(seed)
+    sizes = (1, 2, 8, 16, 32, 64)
+    return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.96, 1.04) for size in sizes}, max_batch)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (3, 1), (4, 2), (3, 3)])
+def test_equal_devices_get_equal_parts_in_spite_of_noise(ranks: int, stage: int) -> None:
+    unequal = 0
+    for seed in range(5):
+        curves = [noisy(ranks * seed + rank) for rank in range(ranks)]
+        groups = equal_devices(["gpu"] * ranks, curves)
+        divided = allocate(joint_curves(curves, groups), 48 * ranks, stage)
+        assert [share.samples for share in divided.shares] == [48] * ranks
+        unequal += len({share.samples for share in allocate(curves, 48 * ranks, stage).shares}) > 1
+    assert unequal > 0  # without joint curves, noise divides unequally
+
+
+def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
+    curves = [device_curve(1.0), device_curve(2.0), device_curve(1.02), device_curve(2.0 * (1 + 0.5 * MAX_SPREAD))]
+    groups = equal_devices(["gpu"] * 4, curves)
+    assert groups == [[0, 2], [1, 3]]
+    joint = joint_curves(curves, groups)
+    assert joint[0] is joint[2] and joint[1] is joint[3]
+    np.testing.assert_allclose(joint[0].seconds, 1.01 * curves[0].seconds)
+    # A group is never wider than the spread, and devices of different names are never equal.
+    assert equal_devices(["gpu"] * 4, [device_curve(factor) for factor in (1.0, 1.08, 1.16, 1.24)]) == [[0, 1], [2, 3]]
+    assert equal_devices(["a", "b", "a"], [device_curve(1.0)] * 3) == [[0, 2], [1]]
+    both = [device_curve(1.0), Curve(np.ones(1))]
+    assert [each.max_batch for each in joint_curves(both, equal_devices(["gpu", "cpu"], both))] == [64, 0]
+    assert joint_seconds([1.0, 2.0, 4.0], [[0, 2], [1]]) == [2.5, 2.0, 2.5]
+
+
+def test_each_device_keeps_its_largest_micro_batch() -> None:
+    curves = [device_curve(1.0, 64, 2), device_curve(1.03, 40, 2), device_curve(1.04, 64, 2)]
+    joint = joint_curves(curves, equal_devices(["gpu"] * 3, curves))
+    assert [(each.min_batch, each.max_batch) for each in joint] == [(2, 64), (2, 40), (2, 64)]
+    np.testing.assert_array_equal(joint[0].seconds[:41], joint[1].seconds)
+    # The shorter curve was slower. Where it ends, the joint one does not become faster.
+    np.testing.assert_allclose(joint[0].seconds, device_curve(np.mean([1.0, 1.03, 1.04]), 64, 2).seconds)
+
+
+def test_a_profile_of_fewer_ranks_in_another_order() -> None:
+    """At stage 1, each of two ranks keeps and steps half of the optimizer's state instead of a quarter."""
+    made = profile(stage=1, kinds=[device(step_seconds=0.1), device("slow", step_seconds=0.2)])
+    fewer = made.of_ranks((1, 0), 0.25)
+    assert (fewer.devices, fewer.communication_seconds) == (["slow", "fast"], 0.25)
+    assert fewer.step_seconds(1) == pytest.approx([0.4, 0.2]) == [2 * each for each in made.step_seconds(1)[1::-1]]
+    assert [kind.state_bytes - 16 * GIB for kind in fewer.kinds] == [3 * GIB] * 2
+    assert [kind.max_batch for kind in fewer.kinds] == made.kind_max_batches(1, sharing_ranks=2)
+    assert [link.ranks for link in fewer.links] == [(1, 0)] and not made.of_ranks((0, 2), 0.0).links
+    assert made.of_ranks(range(4), made.communication_seconds) == made
+
 
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
 FOR_LARGER = [(stage, "shared", 2) for stage in range(4)]
@@ -220,38 +397,3 @@ def test_the_flops_method_divides_in_proportion_to_flops() -> None:
     found = allocate([curve] * 2, 24, 2, method="flops", flops=[2e12, 1e12])
     assert [share.sizes for share in found.shares] == [(8, 8), (4, 4)]
     assert list(largest_remainders([1, 1, 1], 5)) == [2, 2, 1]
-
-
-CURVE, PAIRS = Curve.from_seconds([1.0, 2.0]), Curve.from_seconds([1.0, 2.0, 3.0], 2)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (([CURVE], 0, 0), "global_batch_size=0 must be"),
-        (([CURVE], 2.5, 0), "global_batch_size=2.5 must be"),
-        (([], 4, 0), "no curves"),
-        (([CURVE], 4, 4), "stage=4 does not exist"),
-        (([CURVE, CURVE.limited(0)], 4, 1), "rank 1 cannot hold one sample in stage 1; use a higher stage"),
-        (([CURVE.limited(0)], 4, 3), "rank 0 cannot hold one sample in stage 3; free memory"),
-        (([CURVE], 4, 0, {"method": "best"}), "unknown method 'best'; valid are exact"),
-        (([CURVE], 4, 0, {"accumulation": "none"}), "unknown accumulation 'none'"),
-        (([CURVE], 4, 2, {"accumulation": "per_rank"}), "use accumulation='shared', or stage 0 or 1"),
-        (([PAIRS], 8, 0, {"accumulation": "per_rank"}), "accumulation='per_rank' is not possible with a model"),
-        (([CURVE], 4, 2, {"communication_seconds": -1.0}), "communication_seconds=-1.0"),
-        (([CURVE], 4, 0, {"method": "flops"}), "needs flops"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "flops has 2 values for 1 ranks"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [0.0]}), r"flops\[0\]=0.0 must be"),
-        (([CURVE], 4, 0, {"method": "flops", "flops": [None]}), r"flops\[0\]=None must be"),
-        (([CURVE], 4, 0, {"step_seconds": [1.0, 2.0]}), "step_seconds has 2 values for 1 ranks"),
-        (([CURVE], 4, 0, {"step_seconds": [-1.0]}), r"step_seconds\[0\]=-1.0 must be"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
-    curves, samples, stage, *more = arguments
-    with pytest.raises(ValueError, match=message):
-        allocate(curves, samples, stage, **(more[0] if more else {}))
-    with pytest.raises(ValueError, match="rank 1 holds at most 2 samples, not a micro-batch of 3"):
-        evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
-    with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):
-        evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((2, 2),))], 2, method="exact")

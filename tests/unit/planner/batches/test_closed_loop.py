@@ -93,35 +93,6 @@ def test_a_quota_that_is_put_on_and_taken_off(seconds: float, quota: float, plac
         assert passed <= 1.05
 
 
-@pytest.mark.parametrize(("slow", "quota", "seed"), paired((0, 1), (0.5, 0.25)))
-def test_a_quota_that_is_taken_off_when_batches_are_divided_again(slow: int, quota: float, seed: int) -> None:
-    """Then no time of the new division was measured under the quota."""
-    devices = replicas(2, 2.0 / 192)
-    devices[slow].quota = quota
-    simulation = Simulation(devices, 192, noise=0.02, seed=seed, check_every=CHECK_EVERY)
-    lifted: list[int] = []
-
-    def before(iteration: int) -> None:
-        # The other device changes its speed, and the quota ends with the division that follows.
-        devices[1 - slow].sample_seconds = 2.0 / 192 / (1.3 if iteration >= 20 else 1.0)
-        if simulation.changes and simulation.changes[-1] >= 20 and not lifted:
-            lifted.append(iteration)
-            devices[slow].quota = 1.0
-
-    simulation.train(80, before)
-    assert lifted
-    slow_by = slowness(simulation, lifted[0], lifted[0] + 2 * AFTER)
-    assert max(slow_by[AFTER:]) <= 1.035, slow_by
-
-
-@pytest.mark.parametrize(("quota", "seconds", "seed"), paired((0.5, 0.25), (0.1, 0.25)))
-def test_iterations_as_short_as_a_few_periods_of_the_quota(quota: float, seconds: float, seed: int) -> None:
-    """Then saved-up time is a large part of an iteration, and small steps in the wrong direction are tried."""
-    (slow_by, _), (after, _) = put_a_quota_on_and_off(2, 1, quota, seconds, seed)
-    assert sum(slow_by[AFTER:]) / len(slow_by[AFTER:]) <= 1.2, slow_by
-    assert after[-1] <= 1.03
-
-
 @pytest.mark.parametrize(
     ("error", "slow", "quota", "seed"), paired((0.75, 0.85, 1.15, 1.25), (0, 1), (1.0, 1.0, 0.5, 0.5))
 )
@@ -176,17 +147,6 @@ def test_slow_data_is_divided_by() -> None:
     simulation.train(20)
     assert slowness(simulation, 19, 20)[0] <= 1.03
     assert simulation.loop.speeds[1].data_seconds == pytest.approx(devices[1].data_seconds, rel=0.1)
-
-
-def test_a_device_that_saved_up_time_does_not_get_far_too_much_again_and_again() -> None:
-    """An iteration is as long as the period of the quota. A replica that waits is not stopped then, and looks as fast
-    as without a quota."""
-    devices = replicas(2, 0.1 / 24)
-    devices[1].quota = 0.5
-    simulation = Simulation(devices, 48, profile_errors=[1.0, 1.5], noise=0.01)
-    simulation.train(400)
-    late = simulation.walls[100:]
-    assert sum(late) / len(late) <= 1.1 * best_wall(simulation)
 
 
 def loop(ranks: int = 2, min_gain: float = 0.02, samples: int = 12) -> Redivision:

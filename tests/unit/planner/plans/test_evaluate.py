@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -127,32 +126,6 @@ def test_slow_devices_are_left_out(cluster: Topology, profile: ModelProfile) -> 
     assert used == set(range(4, 12)) - {4, 9}
 
 
-MANY, WHOLE = "dp 4 x pp [3 x V100-16 0-8 | A100-40 9-23]", "[A100-40 0-23]"
-
-
-@pytest.mark.parametrize(
-    ("line", "global_batch", "at", "words"),
-    [
-        (f"{MANY}, micro-batch 1 x 8", None, "V100", "needs 12 × V100-16, but the cluster has"),
-        ("[V100-15 0-23], micro-batch 1 x 8", None, "V100", "no V100-15; it has A100-40, V100-16; did you"),
-        ("tp 8, [V100-16 0-23], micro-batch 1 x 8", None, "V100", "needs 1 group of 8 × V100-16, each inside a node,"),
-        ("[A100-40 0-11 | V100-16 12-22], micro-batch 1 x 8", None, "V100", "has 23 blocks, but OPT-350 has 24"),
-        (WHOLE, None, None, "does not say how large a micro-batch is"),
-        (f"{WHOLE}, micro-batch 2", None, None, "does not say how many micro-batches there are"),
-        (f"{WHOLE}, micro-batch 2", 7, None, "a global batch of 7 samples cannot be divided into micro-batches of 2"),
-        (f"{WHOLE}, micro-batch 2 x 8", 32, None, "micro-batches of 2, which are 16 samples, not a global batch of 32"),
-        (f"{WHOLE} x 2 + {WHOLE}, micro-batch 2", 32, None, "some pipelines of the layout have a number"),
-        (f"{WHOLE}, micro-batch 64 x 2", None, None, "micro-batch 64 on A100-40 at tensor_parallel 1 is outside"),
-    ],
-)
-def test_errors_of_layouts(
-    cluster: Topology, profile: ModelProfile, line: str, global_batch: int | None, at: str | None, words: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        evaluate_layout(cluster, profile, read_layout(line), global_batch=global_batch)
-    assert at is None or (isinstance(caught.value, MarkedError) and caught.value.place == line.index(at))
-
-
 def test_plans_of_other_machines(cluster: Topology, profile: ModelProfile) -> None:
     plan = evaluate_layout(cluster, profile, read_layout("dp 2 x pp [4 x V100-16 0-23], micro-batch 1 x 8")).plan
     assert why_other_devices(cluster, plan) is None
@@ -185,11 +158,7 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
         inner = draw(st.sets(st.integers(1, blocks - 1), max_size=6)) if blocks > 1 else set()
         bounds = [0, *sorted(inner), blocks]
         return tuple(
-            StageLayout(
-                draw(st.sampled_from(DEVICES)),
-                ((a, b),),
-                draw(st.booleans()),
-            )
+            StageLayout(draw(st.sampled_from(DEVICES)), ((a, b),), draw(st.booleans()))
             for a, b in itertools.pairwise(bounds)
         )
 
@@ -230,49 +199,6 @@ def test_the_parts_of_a_line() -> None:
     for form in ("(recompute)", "recompute", "( RECOMPUTE )"):
         assert read_layout(f"[V100 {form} 0-3]").pipelines[0].stages == (StageLayout("V100", ((0, 4),), True),)
     assert read_layout("tp 2, ZeRO 1, [V100 (big) 0-3]").pipelines[0].stages[0].device == "V100 (big)"
-
-
-@pytest.mark.parametrize(
-    ("line", "at", "words"),
-    [
-        ("dp 2 × pp [A 0-3 | B 5-7]", "B 5", "block 4 is in no stage; this one must start at 4"),
-        ("dp 2 × pp [A 0-3 | B 6-7]", "B 6", "blocks 4 to 5 are in no stage"),
-        ("dp 2 × pp [A 0-3 | B 2-7]", "B 2", "blocks 2 to 3 are in two stages; this one must start at 4"),
-        ("dp 2 × pp [A 1-3 | B 4-7]", "A 1", "block 0 is in no stage"),
-        ("pp [A 0-3] + pp [B 0-1 | C 2-2]", "C 2", "block 3 is in the other pipelines but not in this one"),
-        ("dp 3 = 2 × pp [A 0-3]", "dp 3", "dp 3, but there are 2 pipelines"),
-        ("dp 2 × pp [A 0-3] + pp [B 0-3]", " + pp [B", "several different pipelines are written dp N = "),
-        ("dp 2 × pp [2 × A 0-4]", "2 × A", "5 blocks cannot be divided equally over 2 stages"),
-        ("dp 2 × pp [A 3-0]", "3-0", "write the first block before the last one"),
-        ("dp 2 × pp [A 0-3", "[A", "the bracket [ is not closed"),
-        ("dp 2 × pp [A 0-3 | ]", "]", "expected a kind of device and its blocks"),
-        ("dp 2 × pp [A]", "A]", "expected a kind of device and its blocks"),
-        ("dp 2 × pp [A 0-3 | V100-16 tp 4 4-9]", "tp 4", "write tp N once, before the pipelines"),
-        ("pp [2 × A (tp 4, recompute) 0-3]", "tp 4", "write tp N once, before the pipelines"),
-        ("pp [A tp4 (recompute) 0-3]", "tp4", "write tp N once, before the pipelines"),
-        ("pp [A100-40 recompute recompute 0-3]", "recompute", "recompute is given twice"),
-        ("pp [A(recompute) 0-3]", "recompute", "recompute stands alone behind the device"),
-        ("dp 2 × [A 0-3] · colour 3", "colour", "expected tp N, dp N × pp"),
-        ("dp 0 × pp [A 0-3]", "0 ×", "numbers start at 1"),
-        ("tp 1 · dp 2 × pp [A 0-3] · tp 2", "tp 2", "tp: given twice"),
-        ("dp 2 × pp [A 0-3] · [B 0-3]", "[B", "the pipelines: given twice"),
-        ("dp 2 × pp [A 0-3 | … | B 8-9]", "…", "parts that were left out"),
-        ("dp 9 = pp [A 0-3] × 2 + …", "…", "parts that were left out"),
-        ("dp 2 × pp [A 0-3 + 6-7 | B 4-5]", "A 0", "needs a schedule"),
-        ("dp 1 × pp [A 0-3 + 6-7 | B 4-5] · zbv", "B 4", "all stages have equally many chunks"),
-        ("dp 1 × pp [A 0-3] × 8 · micro-batch 1 × 4", "A 0", "has 8 micro-batches, but micro-batch 1 × 4 says 4"),
-        ("tp 2", "", "there are no pipelines"),
-        ("", "", "there are no pipelines"),
-    ],
-)
-def test_errors_point_to_their_column(line: str, at: str, words: str) -> None:
-    with pytest.raises(MarkedError, match=re.escape(words)) as caught:
-        read_layout(line)
-    place = line.index(at) if at else len(line)
-    assert caught.value.place == place, caught.value.pointer
-    assert str(caught.value).startswith(f"column {place + 1}: ")
-    shown, mark = caught.value.pointer.split("\n")
-    assert line[place:] == shown[mark.index("^") :]
 
 
 def test_the_pointer_shows_the_place_in_a_long_line() -> None:

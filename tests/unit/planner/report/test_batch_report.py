@@ -1,4 +1,4 @@
-"""The report of an allocation: lines, comparison, picture."""
+"""The report of an allocation: lines, comparison, picture; tables in narrow terminals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import io
 import pytest
 from rich.console import Console
 
+from colossal_hetero.common.tables import ReportConsole, make_table, number_column, word_column
 from colossal_hetero.planner.batches.allocation import LEAST_GAIN
 from colossal_hetero.planner.cluster.topology import MeasuredLink
+from colossal_hetero.planner.cost.ranked_plan import RankedPlan
+from colossal_hetero.planner.report import batch_report, plan_table
 from colossal_hetero.planner.report.batch_report import compare, device_lines, render
 from tests.support.batch_profiles import GIB, device, profile
+from tests.support.plans import plan
 
 PAIRS = [(a, b) for a in range(4) for b in range(a)]
 LINKS = [MeasuredLink(ranks=pair, protocol="gloo", latency_seconds=1e-3, bytes_per_second=1e9) for pair in PAIRS]
@@ -72,3 +76,29 @@ def test_the_remaining_ranks_hold_the_state_of_a_dropped_rank() -> None:
     report = compare(profile(kinds=[tight, SNAIL], **options), 12, stage=3, method="adapt")
     assert report.adapt is not None and report.adapt.dropped == ()
     assert "the others could not hold a sample each" in printed(report)
+
+
+def at_80_columns(shown: object, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    console = ReportConsole()
+    monkeypatch.setattr(console, "file", io.StringIO())
+    console.width = 80
+    console.print(shown)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_tables_of_plans_and_batches_fit_with_all_columns_and_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = at_80_columns(plan_table.render([RankedPlan(plan(iteration_seconds=1.23), "the best")]), monkeypatch)
+    assert max(map(len, lines)) <= 80
+    assert {"replica", "device", "ranks", "[GiB]", "bubble", "A100-40", "V100-16"} <= set(" ".join(lines).split())
+    kinds = [device(name) for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB")]
+    batches = batch_report.compare(profile(kinds=kinds, links=[]), 1024)
+    lines = at_80_columns(batch_report.render(batches), monkeypatch)
+    assert max(map(len, lines)) <= 80
+    assert {"ranks", "steps", "samples", "busy", "[GiB]", "A100-SXM4-80GB"} <= set(" ".join(lines).split())
+
+
+def test_a_table_that_does_not_fit_is_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = [word_column("name"), *(number_column(f"[{'unit' * 3}]") for _ in range(8))]
+    lines = at_80_columns(make_table(columns, [["word", *["1"] * 8], None, ["other", *["2"] * 8]]), monkeypatch)
+    assert lines[1].split() == ["name", *["[unitunitunit]"] * 8]
+    assert [line.split() for line in lines[3:6:2]] == [["word", *["1"] * 8], ["other", *["2"] * 8]]

@@ -85,9 +85,6 @@ def test_micro_batches_that_colossalai_does_not_run_are_refused(make) -> None:
         make()
 
 
-# Memory ----------------------------------------------------------------------------------------------------------
-
-
 def test_activations_that_are_held_at_the_same_time() -> None:
     for stages, micro_batches in itertools.product((1, 2, 4), (1, 3, 8)):
         held = most_in_flight(one_forward_one_backward(stages, micro_batches))

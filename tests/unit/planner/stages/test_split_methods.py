@@ -227,15 +227,11 @@ def test_autohet_has_the_smallest_maximum_load_that_fits():
     [
         *((pipeline_of([1.0] * 3, 2), dict(method=method), "3 stages for 2 blocks") for method in METHODS),
         # The first stage holds the activations of two micro-batches: 1 + 2·1.
-        (
-            pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]),
-            {},
-            r"block 0 alone needs 3e-09 GB in slot slot [01]",
-        ),
+        (pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]), {}, r"block 0 alone needs 3e-09 GB in slot slot [01]"),
         (
             pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0]),
             {},
-            r"the blocks need at least 1.7e-08 GB and the slots have 1.2e-08 GB",
+            "the blocks need at least 1.7e-08 GB and the slots",
         ),
     ],
 )

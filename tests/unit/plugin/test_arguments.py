@@ -1,42 +1,29 @@
-"""The ZeRO stages that ``HeteroZeroPlugin`` tries, optimizers that it shards, and checkpoints that it loads."""
+"""Arguments of the plugins: ZeRO stages, optimizers, checkpoints, what follows from a plan, allowed plans."""
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
+import colossalai
 import pytest
 import timm.optim
 import torch
-from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import OptimizerWrapper
 from colossalai.nn.optimizer import Lamb
+from torch import nn
 from torch.nn import Parameter
 
-from colossal_hetero.plugin.checkpoint_part import PresentCheckpointIO
+from colossal_hetero.planner.cluster.group_networks import Network
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.plugin.hybrid.optimizer_slots import HybridOptimizerMemory
+from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
+from colossal_hetero.plugin.hybrid.plugin_arguments import arguments_from_plan
 from colossal_hetero.plugin.zero.elementwise_updates import ELEMENTWISE, can_be_sharded, check_sharding
-from colossal_hetero.plugin.zero.zero_checkpoints import check_groups, plain_name
+from colossal_hetero.plugin.zero.zero_checkpoints import check_groups
 from colossal_hetero.plugin.zero.zero_plugin import RankDevice, stages_for, stages_to_try
 from colossal_hetero.plugin.zero.zero_stages import options_by_stage
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "accumulation", "words"),
-    [
-        *(
-            (stage, "fp32", "shared", r'is not a ZeRO stage; use 0, 1, 2, 3 or "auto"')
-            for stage in (4, -1, "3", None, True, 1.5)
-        ),
-        (1, "fp8", "shared", "precision='fp8' is not one of fp32, fp16, bf16"),
-        (3, "fp16", "shared", "precision='fp16' is not available at stage 3; use fp32 or bf16"),
-        (2, "fp32", "per_rank", 'accumulation="per_rank" needs stage 0 or 1, not 2'),
-        (3, "bf16", "per_rank", 'accumulation="per_rank" needs stage 0 or 1, not 3'),
-    ],
-)
-def test_stages_and_combinations_that_do_not_exist(stage: Any, precision: str, accumulation: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        stages_to_try(stage, precision, accumulation)
+from tests.support.plans import plan
 
 
 def test_auto_tries_the_stages_that_the_other_arguments_allow() -> None:
@@ -150,17 +137,50 @@ def test_only_the_same_parameters_in_the_same_groups_are_loaded(saved: Any, pres
         check_groups(saved, present)
 
 
-def test_names_do_not_depend_on_wrappers() -> None:
-    assert plain_name("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.weight") == "layers.0.weight"
-    assert plain_name("_orig_mod.layers.0._checkpoint_wrapped_module.weight") == "layers.0.weight"
+def test_a_script_without_a_launcher_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["/somewhere/bert.py"])
+    with pytest.raises(RuntimeError, match=r"torchrun --standalone --nproc-per-node 2 bert\.py$"):
+        colossalai.launch_from_torch()
 
 
-def test_the_present_checkpoint_io_is_used() -> None:
-    present = [SimpleNamespace(save_model=lambda path: f"first {path}", use_zero=False, async_writers=[1])]
-    forwarding = PresentCheckpointIO(lambda: present[-1])
-    assert isinstance(forwarding, CheckpointIO)
-    assert forwarding.save_model("x") == "first x" and not forwarding.use_zero and forwarding.async_writers == [1]
-    present.append(SimpleNamespace(save_model=lambda path: f"second {path}", use_zero=True))
-    assert forwarding.save_model("x") == "second x" and forwarding.use_zero is True
-    assert not hasattr(forwarding, "async_writers")
-    assert copy.copy(forwarding).use_zero and copy.deepcopy(forwarding).use_zero
+# Plans --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_zero_stage_follows_from_the_plan_in_stage_1_only() -> None:
+    def stage_of(made: Plan, **given: Any) -> int | None:
+        return arguments_from_plan(made, made.replicas[0], given).get("zero_stage")
+
+    in_stage_1 = plan(precision="bf16", zero_stage=1)
+    assert stage_of(in_stage_1) == stage_of(in_stage_1, zero_stage=1) == 1
+    for stage in (0, 2):
+        with pytest.raises(ValueError, match=f"zero_stage={stage} contradicts the plan, which has 1; leave it out"):
+            stage_of(in_stage_1, zero_stage=stage)
+    assert [stage_of(plan()), stage_of(plan(), zero_stage=0), stage_of(plan(), zero_stage=1)] == [None, 0, 1]
+
+
+def test_groups_with_a_cpu_use_gloo_and_others_nccl_unless_the_user_chose_one_backend() -> None:
+    gpus, with_a_cpu = Network("nccl", "InfiniBand", "IB"), Network("gloo", "Ethernet")
+    for backend in ("cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"):
+        assert usable_network(gpus, backend) == gpus and usable_network(with_a_cpu, backend) == with_a_cpu
+    assert usable_network(gpus, "gloo") == Network("gloo", "InfiniBand")
+    assert usable_network(with_a_cpu, "nccl") == Network("nccl", "Ethernet")
+    assert usable_network(gpus, "cpu:gloo,cuda:gloo") is None
+
+
+@pytest.mark.parametrize(
+    ("is_elastic", "changes", "reason"),
+    [
+        (True, {}, "elastic training moves whole layers"),
+        (False, dict(zero_stage=1), "ZeRO stage 1"),
+        (False, dict(dp_size=2), "2 replicas"),
+        (False, dict(sp_size=3), "3 replicas"),
+        (False, {}, None),
+    ],
+)
+def test_obstacles_of_permanent_resharding(is_elastic: bool, changes: dict[str, int], reason: str | None) -> None:
+    plugin = SimpleNamespace(**(dict(zero_stage=0, dp_size=1, sp_size=1) | changes))
+    optimizer = OptimizerWrapper(torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+    model = SimpleNamespace(module=nn.Linear(2, 2))
+    obstacle = HybridOptimizerMemory(plugin, model, optimizer, is_elastic).obstacle
+    assert obstacle is None if reason is None else reason in str(obstacle)
