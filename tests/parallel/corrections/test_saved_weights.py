@@ -35,7 +35,6 @@ def boost(plugin: Any, name: str, vocabulary: int, seed: int = 0) -> Trained:
 
 
 def step(run: Trained, vocabulary: int, number: int) -> None:
-    """Train on a batch with all token ids near the end of the vocabulary, and random ones."""
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(vocabulary, (SAMPLES, 12), generator=generator)
     ids[:, 0] = torch.arange(vocabulary - SAMPLES, vocabulary)
