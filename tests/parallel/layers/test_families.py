@@ -44,8 +44,6 @@ from tests.support.sharding import (
 
 
 class NoOptimizer:
-    """Nothing is kept of parameters."""
-
     obstacle = None
 
     def prepare(self) -> None: ...
@@ -77,7 +75,6 @@ class Migration:
             yield partial(self._migrate, "block", number % 2, for_good=True)
 
     def finish(self) -> None:
-        """Assert that this rank sent messages since the plan was changed."""
         assert sum(sent.messages for sent in self._transport.sent.values()) > 0, f"{self._method} sent nothing"
 
     def _migrate(self, method: str, sender: int, model: nn.Module, for_good: bool = False) -> Callable[[], None] | None:
@@ -125,7 +122,6 @@ def on_both_ranks(check: Callable[[str, int], Any], expected: dict[str, Any]) ->
 
 
 def _outcomes(check: Callable[[str, int], Any], names: list[str]) -> dict[str, Any]:
-    """What the check returns for each family, or a traceback."""
     results: dict[str, Any] = {}
     allow_cpu()
     for number, name in enumerate(names):
