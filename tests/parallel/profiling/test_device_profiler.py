@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -27,8 +26,7 @@ from colossal_hetero.profiling.local_collectives import local_collectives
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
-from tests.support.harness import run_alone, run_ranks
-from tests.support.limited import main
+from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 
 KINDS = ("ddp", "zero1", "zero2", "fsdp", "fsdp_original", "fsdp_grad_op")
@@ -221,49 +219,5 @@ def collectives_on_one_rank() -> None:
     assert total.item() == size
 
 
-def find_different_limits() -> None:
-    """Each rank has a different limit. The limit that it finds does not depend on the other ranks."""
-    model, optimizer = build("zero2")
-    limit = 3 + 5 * dist.get_rank()
-
-    def run(batch: int) -> float:
-        RunsOut.place = "backward 1" if batch > limit else None
-        return timed(model, optimizer, batch)
-
-    with preserved_state(model, optimizer), local_collectives(model):
-        profile = profile_device(
-            run, 64, state_bytes_to_come=0, device=CPU, abort=partial(abort_step, model, optimizer)
-        )
-    RunsOut.place = None
-    assert profile.max_batch == limit and profile.memory_bound
-    train(model, optimizer, 1)
-
-
-def call_and_profile() -> None:
-    collectives_on_one_rank()
-    find_different_limits()
-
-
 def test_no_rank_waits_for_another() -> None:
-    run_ranks(2, call_and_profile)
-
-
-def check_trials(sizes: list[int], largest: int) -> None:
-    """Check the length of the search. ``sizes`` has a first pass of one sample, the search, and repeated sizes."""
-    repeated = next(place for place, size in enumerate(sizes) if place and size in sizes[1:place])
-    assert repeated - 1 <= 2 * math.log2(largest) + 4, sizes
-
-
-@pytest.mark.parametrize("trained_before, to_come", [(True, 0), (False, 20_000_000)])
-def test_the_largest_batch_is_found_and_training_is_unchanged(trained_before: bool, to_come: int) -> None:
-    plain = run_alone(main, profiled=False, trained_before=trained_before)
-    profiled = run_alone(main, trained_before=trained_before, to_come=to_come)
-    profile = profiled["profile"]
-    # The address space that a process uses differs by some pages between runs: up to one sample.
-    assert abs(profile["max_batch"] - profiled["every_size"]) <= 1 and 20 < profile["max_batch"] < 80
-    assert profile["memory_bound"] and [point["batch"] for point in profile["points"]][-1] == profile["max_batch"]
-    check_trials(profiled["sizes"], profile["max_batch"])
-    assert profiled["after"] == profiled["before"] == plain["before"]
-    assert profiled["losses"] == plain["losses"] and profiled["trained"] == plain["trained"]
-    predicted = (profile["memory_bytes"] - profile["state_bytes"]) // profile["sample_bytes"]
-    assert predicted == pytest.approx(profile["max_batch"], abs=2)
+    run_ranks(2, collectives_on_one_rank)

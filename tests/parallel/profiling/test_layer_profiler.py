@@ -51,8 +51,6 @@ def test_ranks_with_similar_times_are_one_kind() -> None:
 
 
 class Summed(nn.Module):
-    """A block that sums its output over all ranks."""
-
     def __init__(self, clock: SimulatedClock, *seconds: float) -> None:
         super().__init__()
         self.inner = Model(clock, blocks=(seconds,)).blocks[0]
