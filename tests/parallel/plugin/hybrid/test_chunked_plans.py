@@ -97,8 +97,6 @@ def plans_with_chunks_train_as_one_process_and_run_their_passes_in_order() -> No
 
 
 def check_evaluation(run: Any, plan: Plan, schedule: str) -> None:
-    """A batch is evaluated as in one process, or refused in words, and training goes on."""
-
     def evaluate(size: int) -> float:
         batch = images_and_labels(0, size)
         with torch.no_grad():

@@ -60,7 +60,6 @@ def check_refused(run: Trained, words: str = UNSUMMED) -> None:
 
 
 def check_as_alone(run: Trained, steps: list[list[int]], tolerance: float) -> None:
-    """The weights are those of one process that took these steps, each with the sum over its batches."""
     model = tiny_vit()
     optimizer = sgd(model)
     for numbers in steps:
