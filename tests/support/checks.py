@@ -19,16 +19,9 @@ Case = tuple[Check, tuple[Any, ...]]
 
 
 class Checks:
-    """The checks of a test module, each of which runs on all ranks of a world of some size. A check with an argument
-    ``folder`` gets an empty folder of its own, the same on all ranks::
-
-    checks = Checks()
-
-    @checks.on(2)
-    def sums_are_equal() -> None: ...
-
-    test_on_ranks = checks.test()
-    """
+    """The checks of a test module, each of which runs on all ranks of a world of some size (``@checks.on(2)``), one
+    start for each size: ``test_on_ranks = checks.test()`` at the end of the module. A check with an argument
+    ``folder`` gets an empty folder of its own, the same on all ranks."""
 
     def __init__(self) -> None:
         self._cases: dict[int, list[Case]] = {}

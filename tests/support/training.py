@@ -142,7 +142,6 @@ def ours(balance: BalanceConfig | None = None, **options: Any) -> HeteroHybridPa
 
 
 def theirs(**options: Any) -> HybridParallelPlugin:
-    """Colossal-AI's own plugin."""
     return HybridParallelPlugin(**(dict(pp_size=1, precision="fp32", custom_policy=TimmViTPolicy()) | options))
 
 
