@@ -56,8 +56,6 @@ def loss_of_batch(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
     return loss_of(model(inputs[0]), inputs[1])
 
 
-# Clocks ----------------------------------------------------------------------------------------------------------
-
 SlowdownScript = Callable[[int, int], float]
 """A function of a global rank and an iteration that returns the slowdown χ."""
 
@@ -106,9 +104,6 @@ def scripted(slowdown: SlowdownScript = no_straggler) -> Iterator[None]:
     """Plugins that boost a model inside this context use a :class:`ScriptedClock`."""
     with patch.object(layer_balancing, "make_clock", lambda *_: ScriptedClock(slowdown)):
         yield
-
-
-# Training --------------------------------------------------------------------------------------------------------
 
 
 @dataclass

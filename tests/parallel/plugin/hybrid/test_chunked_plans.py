@@ -124,9 +124,6 @@ def replicas_of_plans_with_chunks_sum_their_gradients() -> None:
         assert train_planned(run) == pytest.approx(train_alone(BLOCKS, 8)[0], rel=1e-5), schedule
 
 
-# More stages than a quick test can run ----------------------------------------------------------------------------
-
-
 def run_alone(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Pass]:
     """The passes of Colossal-AI's schedule without other stages: messages and the model's passes do nothing."""
     with patch.object(InterleavedSchedule, "__init__", lambda self: None):

@@ -136,9 +136,6 @@ def buckets_hold_a_copy_of_the_gradients_without_a_pipeline(share: float) -> Non
     assert buckets == share * sum(each.numel() * each.element_size() for each in parameters)
 
 
-# Refused ---------------------------------------------------------------------------------------------------------
-
-
 class OtherModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()

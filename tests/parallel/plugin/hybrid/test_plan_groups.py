@@ -23,8 +23,6 @@ from tests.support.training import boost, sgd, tiny_vit
 
 checks = Checks()
 
-# Sockets ------------------------------------------------------------------------------------------------------------
-
 
 @checks.on(1)
 def if_an_interface_does_not_exist_the_error_names_it() -> None:
@@ -49,9 +47,6 @@ def test_options_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [arguments["backend"] for *_, arguments in seen] == ["nccl"] * 3
     assert [arguments["pg_options"].config.net_name for *_, arguments in seen[:2]] == ["IB", "Socket"]
     assert "pg_options" not in seen[2][2] and os.environ["NCCL_NET"] == "other"
-
-
-# Planned runs -------------------------------------------------------------------------------------------------------
 
 
 PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3))

@@ -156,9 +156,6 @@ def check_shards(run: Trained, replicas: int) -> None:
     assert sum(each.numel() for each in kept) == pytest.approx(sum(own.values()) * 3 / replicas, rel=0.01)
 
 
-# The mesh, its data and its checkpoints -----------------------------------------------------------------------------
-
-
 @checks.on(4)
 def stages_of_a_replica_load_the_same_samples() -> None:
     plugin = planned(make_plan(CROSSED, (1, 3), MICRO_BATCH, MICRO_BATCHES))

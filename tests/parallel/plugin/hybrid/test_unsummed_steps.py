@@ -97,9 +97,6 @@ def check_as_language_model_alone(run: Trained) -> nn.Module:
     return model
 
 
-# Passes inside no_sync ---------------------------------------------------------------------------------------------
-
-
 @checks.on(4)
 def check_pipelines() -> None:
     for options, tolerance in ((dict(zero_stage=0), 1e-6), (dict(zero_stage=1, precision="bf16"), 0.02)):
@@ -140,9 +137,6 @@ def check_two_optimizers() -> None:
     run.booster.backward(loss(run, 1), second)
     for each in (run, other):
         finish(each)
-
-
-# Forward and backward passes that do not alternate -----------------------------------------------------------------
 
 
 def two_forward_passes(run: Trained) -> None:
@@ -207,8 +201,6 @@ def check_unused() -> None:
     check_refused(run, words)
 
 
-# Gradients that are summed twice -----------------------------------------------------------------------------------
-
 SEQUENCE = dict(
     enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", make_vocab_size_divisible_by=4
 )
@@ -252,9 +244,6 @@ def check_tied_twice() -> None:
     run.model.zero_grad()
     execute_both(run)
     check_as_language_model_alone(run)
-
-
-# Gradients in shards -----------------------------------------------------------------------------------------------
 
 
 @checks.on(2, dict(zero_stage=1))
