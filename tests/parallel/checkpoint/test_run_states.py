@@ -21,13 +21,13 @@ from colossal_hetero.checkpoint.layer_checkpoint import Start
 from colossal_hetero.checkpoint.reader import export
 from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, gpt2
+from tests.support import zero_runs
 from tests.support.checkpoint_runs import MODELS, Run, boosted, different_tensors, gathered, hybrid, load, saving, train
 from tests.support.checks import Checks
 from tests.support.elastic_jobs import Texts
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
 from tests.support.training import Trained, adamw, mean_over_replicas, pipeline_step, sgd, zero_plugin
-from tests.support.zero_runs import full_parameters
 
 checks = Checks()
 
@@ -129,7 +129,9 @@ def a_run_of_the_zero_plugin_resumes_where_it_was(stages: Sequence[int], precisi
         assert (found.step, found.epoch, found.same_plan) == (at, 0, stage == stages[0])
         if found.same_plan:
             assert run(*resumed, found) == losses[at:]
-            for own, other in zip(full_parameters(model), full_parameters(undisturbed[1]), strict=True):
+            for own, other in zip(
+                zero_runs.full_parameters(model), zero_runs.full_parameters(undisturbed[1]), strict=True
+            ):
                 assert torch.equal(own, other)
         else:
             assert len(run(*resumed, found)) == len(losses[at:])
@@ -141,15 +143,6 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
 
 def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(model.parameters(), lr=0.01)
-
-
-def boost_fully_sharded(folder: Path) -> tuple[Any, ...]:
-    plugin = zero_plugin(3, 4, max_micro_batch=4, checkpoints=CheckpointConfig(shared=folder))
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    data = TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
-    return plugin, *Booster(plugin=plugin).boost(
-        model, sgd(model), nn.CrossEntropyLoss(), plugin.prepare_dataloader(data)
-    )
 
 
 @checks.on(1)
@@ -179,9 +172,9 @@ def what_cannot_be_saved_or_resumed_says_so(folder: Path) -> None:
     train(factored, [0])
     with pytest.raises(ValueError, match=r"Adafactor keeps 'row_var' of a parameter .* use one of these"):
         factored.plugin.save(factored.model, factored.optimizer, step=2)
-    plugin, model, optimizer, *_ = boost_fully_sharded(folder)
+    sharded = zero_runs.boosted(3, checkpoints=CheckpointConfig(shared=folder))
     with pytest.raises(ValueError, match="layer checkpoints are for ZeRO stages 0 to 2"):
-        plugin.save(model, optimizer, step=2)
+        sharded.plugin.save(sharded.model, sharded.optimizer, step=2)
     with pytest.raises(ValueError, match="needs a folder"):
         CheckpointConfig()
     with pytest.raises(ValueError, match="keep=0 must be a whole number of at least 1"):
