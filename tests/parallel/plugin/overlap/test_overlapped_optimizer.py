@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import itertools
 import math
 import os
@@ -186,7 +187,7 @@ def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass(
     assert events[-1] == "sum" and after_step == [True, True] and in_forward == [False, True]
 
 
-READERS = ["state_dict", "evaluation", "shared", "copied", "stepped", "saved", "assigned"]
+READERS = ["state_dict", "evaluation", "shared", "copied", "pickled", "stepped", "saved", "assigned"]
 
 
 @checks.on(2)
@@ -210,6 +211,11 @@ def nobody_reads_unfinished_parameters(folder: Path) -> None:
             return second(torch.eye(7)).detach().t() - second.bias.detach()[:, None]
         if reader == "copied":
             return copy.deepcopy(net).first.weight.detach()
+        if reader == "pickled":
+            buffer = io.BytesIO()
+            torch.save(net.first, buffer)
+            buffer.seek(0)
+            return torch.load(buffer, weights_only=False).weight.detach()
         if reader == "stepped":
             type(optimizer).step(optimizer)
             return net.first.weight.detach().clone()
