@@ -22,7 +22,7 @@ from colossal_hetero.balance.plan import BalancePlan, Traffic, Volume
 from colossal_hetero.balance.pruning import SAMPLED_ROWS
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import Block
-from colossal_hetero.layers.transport import Transport
+from colossal_hetero.layers.transport import Pending, Started, Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.language_models import plan_of
@@ -105,9 +105,10 @@ def the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
     assert difference <= 1e-5
 
 
-def _sums_before_messages(seed: int, run: Trained) -> dict[int, list[int]]:
+def _sums_before_messages(seed: int, run: Trained, only_last: bool = False) -> dict[int, list[int]]:
     """For a plan in which ranks have a part in different buckets: for each other rank, how many all-reduces this rank
-    has launched before each message that it exchanges with that rank in an iteration."""
+    has launched before each message that it exchanges with that rank in an iteration of the model, or of its last
+    block, in which messages are only counted."""
     rank, random = dist.get_rank(), Random(seed)
     transport, blocks = run.plugin.balancer.traffic, blocks_of(run)
     exchange, all_reduce = transport.exchange, dist.all_reduce
@@ -116,7 +117,7 @@ def _sums_before_messages(seed: int, run: Trained) -> dict[int, list[int]]:
     def log_and_exchange(sends: Any, receives: Any) -> Any:
         for other in {other for other, _ in (*sends, *receives)}:
             before.setdefault(other, []).append(sums[0])
-        return exchange(sends, receives)
+        return Started(Pending(()), Pending(())) if only_last else exchange(sends, receives)
 
     def log_and_sum(*arguments: Any, **options: Any) -> Any:
         sums[0] += 1
@@ -135,8 +136,11 @@ def _sums_before_messages(seed: int, run: Trained) -> dict[int, list[int]]:
         sums[0] = 0
         before.clear()
         units.begin_pass()
-        images, labels = batch(0)
-        loss_of(run.model(images), labels).backward()
+        if only_last:
+            run.model.unwrap().blocks[-1].mlp(torch.randn(BATCH, TOKENS, 36)).sum().backward()
+        else:
+            images, labels = batch(0)
+            loss_of(run.model(images), labels).backward()
         units.end_iteration()
         units.release(blocks)
     run.optimizer.zero_grad()
@@ -154,6 +158,16 @@ def all_ranks_launch_messages_and_sums_in_one_order() -> None:
                 messages += len(sums)
                 assert of_ranks[other][rank] == sums, (seed, rank, other)
     assert messages > 20
+
+
+@checks.on(3)
+def messages_of_blocks_that_do_not_run_are_received() -> None:
+    """Or the next iteration would compute with their weights from before the step."""
+    run = run_with()
+    for seed in range(4):
+        of_ranks = of_all_ranks(_sums_before_messages(seed, run, only_last=True))
+        for rank, other in ((0, 1), (0, 2), (1, 2)):
+            assert len(of_ranks[rank].get(other, ())) == len(of_ranks[other].get(rank, ())), (seed, rank, other)
 
 
 @checks.on(2)

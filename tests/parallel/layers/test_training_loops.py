@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -110,6 +111,16 @@ def seen_by_hooks(run: Trained) -> None:
     unequal_windows(run)
 
 
+def steps_in_the_backward_pass(run: Trained) -> None:
+    def update(parameter: Tensor) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.05)
+        parameter.grad = None
+
+    for each in run.model.parameters():
+        each.register_post_accumulate_grad_hook(update)
+    unequal_windows(run)
+
+
 def other_weights_before_backward(run: Trained) -> None:
     """Between the forward and the backward pass of a loss, other weights pass through the model: those of a teacher,
     without gradients, and changed ones of the student, forward and backward."""
@@ -141,11 +152,6 @@ def gradients_without_backward(run: Trained) -> None:
         for each, gradient in zip(parameters, found, strict=True):
             each.grad.add_(gradient, alpha=0.5)
         run.finish()
-
-
-def load(run: Trained) -> None:
-    model = run.model.unwrap()
-    model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
 
 
 def frozen_weights_that_change(run: Trained) -> None:
@@ -273,6 +279,7 @@ CASES: dict[str, Case] = {
     "sharpness-aware": Case(partial(sharpness_aware, False), columns=True),
     "sharpness-aware under no_sync": Case(partial(sharpness_aware, True), for_good=True),
     "hooks": Case(seen_by_hooks, for_good=None),
+    "steps in the backward pass": Case(steps_in_the_backward_pass),
     "autograd.grad": Case(gradients_without_backward, for_good=True),
     "other weights before backward": Case(other_weights_before_backward),
     "frozen weights that change": Case(frozen_weights_that_change, model=partial(only, "blocks.0", others=True)),
@@ -528,6 +535,19 @@ def hooks_in_a_pipeline_see_each_micro_batch() -> None:
     for run in late:
         train(hook_gradients(train(run, 1), first), 1)
     assert_equal(*late, "late hooks")
+
+
+@checks.on(4)
+def blocks_that_are_left_out_of_some_micro_batches_of_a_pipeline() -> None:
+    options = dict(tp_size=2) | PIPELINE
+    runs = [migrating_run("block", (0, 2), **options), reference_run(**options)]
+    for run in runs:
+        block = run.model.unwrap().blocks[run.plugin.stage_manager.stage]
+        whole, passes = block.forward, count()
+        block.forward = lambda x, whole=whole, passes=passes: x * 1.0 if next(passes) % 3 == 1 else whole(x)
+        train(run, STEPS)
+    assert runs[0].plugin.balancer.plan.migrate[0] > 0.1
+    assert_equal(*runs, "left out")
 
 
 test_on_ranks = checks.test()
