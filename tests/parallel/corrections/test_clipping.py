@@ -85,9 +85,6 @@ def check_change(run: Trained, name: str, change: dict[str, Tensor], folder: Pat
     assert error <= 1e-3 * MAX_NORM, what
 
 
-# In the step ---------------------------------------------------------------------------------------------------------
-
-
 STEP_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, dict(tp_size=2, pp_size=1, **FP32)),
     "tp2-pp2": (4, dict(tp_size=2, **PIPELINE, **FP32)),
@@ -123,9 +120,6 @@ def a_step_clips_by_the_norm_of_the_whole_model(folder: Path) -> None:
             check_step(ours, name, case, folder)
     if ranks == 2:
         check_step(theirs, "gpt2", "tp2", folder)
-
-
-# Before the step -----------------------------------------------------------------------------------------------------
 
 
 CASES: dict[str, dict[str, Any]] = {
