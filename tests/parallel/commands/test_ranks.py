@@ -59,6 +59,13 @@ def test_tensor_parallel_degrees_are_measured_in_one_profile(tmp_path: Path) -> 
     assert shared.output_bytes == alone.output_bytes
 
 
+def test_one_degree_alone(tmp_path: Path) -> None:
+    out = tmp_path / "p.json"
+    forked_output(*arguments(VIT[:3] + VIT[5:] + ["--set", "num_heads=2"], out), "--tp", "2")
+    written = load_profile(out)
+    assert written.tensor_parallel_degrees("cpu") == (2,) and written.rank_devices == ("cpu", "cpu")
+
+
 COMMAND = [sys.executable, "-m", "colossal_hetero.cli.main", "probe"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

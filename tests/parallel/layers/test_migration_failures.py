@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.cuda import OutOfMemoryError
 
 from colossal_hetero.balance import resharding
+from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
 from colossal_hetero.balance.host_messages import Exchange
 from colossal_hetero.balance.plan import BalancePlan
@@ -100,13 +102,20 @@ def refuse_peaks(most: float, error: RuntimeError) -> Any:
 @checks.on(3, refuse_buffers, 0.0, OutOfMemoryError("CUDA"))
 @checks.on(3, refuse_peaks, 0.25, RuntimeError(PEAK))
 def a_plan_shrinks_until_every_receiver_has_enough_memory(refuse: Any, most: float, error: RuntimeError) -> None:
-    with refuse(most, error):
+    apply, received = Applier.apply, list[float]()
+
+    def note_and_apply(applier: Applier, plan: BalancePlan, for_good: bool = False) -> None:
+        received.append(plan.max_received)
+        apply(applier, plan, for_good)
+
+    with refuse(most, error), patch.object(Applier, "apply", note_and_apply):
         run = deciding_run(slow(0), reshard_after=2 if refuse is refuse_peaks else 50)
         watch = Watch(run)
         train(run, DECIDED, each=watch)
     plan = watch.plans[-1]
-    # What is received is halved until it fits.
+    # What is received is halved until it fits, and all ranks release their memory before they try again.
     assert most / 2 <= plan.max_received <= most, plan
+    assert all(after == 0 for before, after in pairwise(received) if after < before), received
     assert plan.note.startswith("receivers have memory for no more than ") and plan.note.count("memory") == 1, plan.note
     assert any(watch.messages) == (most > 0) or dist.get_rank() != 2, watch.messages
     assert not run.plugin.balancer.has_resharded

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -221,3 +222,22 @@ def collectives_on_one_rank() -> None:
 
 def test_no_rank_waits_for_another() -> None:
     run_ranks(2, collectives_on_one_rank)
+
+
+def test_the_state_to_come_leaves_less_memory_for_samples() -> None:
+    room = [100]
+
+    @contextmanager
+    def reserved(size: int, device: torch.device) -> Iterator[None]:
+        room[0] -= size
+        yield
+        room[0] += size
+
+    def run(batch: int) -> float:
+        if 10 * batch > room[0]:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+        return 1 + 0.1 * batch
+
+    with patch.object(device_profiler, "reserved_memory", reserved):
+        found = [profile_device(run, 64, state_bytes_to_come=size, device=CPU).max_batch for size in (0, 30)]
+    assert found == [10, 7]
