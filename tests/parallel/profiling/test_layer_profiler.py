@@ -85,9 +85,7 @@ def a_failure_on_one_rank_is_raised_on_all() -> None:
     model = Model(clock)
     if dist.get_rank() == 1:
         model.head.linear.weight.data = torch.zeros(2, 2)
-    with pytest.raises(
-        RuntimeError, match=r"^measuring layers failed on rank 1: RuntimeError: (?s:.*)mat1 and mat2 shapes"
-    ):
+    with pytest.raises(RuntimeError, match=r"(?s)^measuring layers failed on rank 1: RuntimeError: .*mat1 and mat2"):
         measure(model, clock)
 
 
