@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +19,9 @@ Case = tuple[Check, tuple[Any, ...]]
 
 
 class Checks:
-    """The checks of a test module, each of which runs on all ranks of a world of some size::
-
-    checks = Checks()
-
-    @checks.on(2)
-    def sums_are_equal() -> None: ...
-
-    test_on_ranks = checks.test()
-    """
+    """The checks of a test module, each of which runs on all ranks of a world of some size (``@checks.on(2)``), one
+    start for each size: ``test_on_ranks = checks.test()`` at the end of the module. A check with an argument
+    ``folder`` gets an empty folder of its own, the same on all ranks."""
 
     def __init__(self) -> None:
         self._cases: dict[int, list[Case]] = {}
@@ -43,20 +39,23 @@ class Checks:
         """As :meth:`on`, with ``make test-thorough`` only."""
         return self.on(ranks, *args) if IS_THOROUGH else lambda check: check
 
-    def test(self) -> Callable[[int], None]:
+    def test(self) -> Callable[[int, Path], None]:
         """The test of the checks so far, one start for each number of ranks. The first check that fails ends it."""
 
         @pytest.mark.parametrize("ranks", sorted(self._cases))
-        def test(ranks: int) -> None:
-            run_ranks(ranks, _run_all, self._cases[ranks], timeout_seconds=600)
+        def test(ranks: int, tmp_path: Path) -> None:
+            run_ranks(ranks, _run_all, self._cases[ranks], tmp_path, timeout_seconds=600)
 
         return test
 
 
-def _run_all(cases: Sequence[Case]) -> None:
-    for check, args in cases:
+def _run_all(cases: Sequence[Case], root: Path) -> None:
+    for number, (check, args) in enumerate(cases):
+        folder = root / str(number)
+        folder.mkdir(exist_ok=True)
+        own = {"folder": folder} if "folder" in inspect.signature(check).parameters else {}
         try:
-            check(*args)
+            check(*args, **own)
         except BaseException as error:
             error.add_note(f"in {check.__module__}.{check.__qualname__}{args}")
             raise

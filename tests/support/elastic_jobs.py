@@ -82,7 +82,6 @@ class Texts(Dataset[dict[str, Tensor]]):
 
 
 def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and parameters of one process."""
     model = gpt2().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -360,7 +359,6 @@ class Job:
         path.with_suffix(".new").rename(path)
 
     def alive(self) -> list[int]:
-        """Numbers of the members that run."""
         return [number for number, member in enumerate(self.members) if member.is_alive()]
 
     def message(self, seconds: float = 0.2) -> tuple[int, str, list[Any]] | None:

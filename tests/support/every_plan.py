@@ -51,11 +51,8 @@ class EveryPlan:
         self._known: dict[object, float] = {}
 
     def best_seconds(self, *, unequal: bool) -> float:
-        """The time of the best plan; infinite if none fits in memory.
-
-        Plans whose replicas are not alike are the best if they are faster by ``MIN_GAIN`` than others, and so are plans
-        with ZeRO stage 1 or recomputation.
-        """
+        """The time of the best plan; infinite if none fits in memory. Plans whose replicas are not alike must be
+        faster by ``MIN_GAIN`` than others, and so must plans with ZeRO stage 1 or recomputation."""
         may_recompute = (False, True) if self.recompute else (False,)
         found: list[tuple[float, float]] = []
         for zero, again in itertools.product(self.zero_stages, may_recompute):

@@ -53,11 +53,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """What the code under test did.
-
-    Args:
-        monkeypatch: puts everything back after the test.
-    """
+    """What the code under test did; ``monkeypatch`` puts everything back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.main = FakeStream()

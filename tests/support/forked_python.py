@@ -33,12 +33,8 @@ AS_USERS = "COLOSSAL_TEST_AS_USERS"  # the variable of commands that have the de
 
 
 class ForkedPopen:
-    """Like ``subprocess.Popen`` for ``[sys.executable, ...]`` in a new session.
-
-    Args:
-        stdout: an open file, ``subprocess.PIPE`` or ``subprocess.DEVNULL``.
-        stderr: an open file, or ``subprocess.STDOUT``.
-    """
+    """Like ``subprocess.Popen`` for ``[sys.executable, ...]`` in a new session. ``stdout`` is an open file,
+    ``subprocess.PIPE`` or ``DEVNULL``; ``stderr`` an open file, or ``subprocess.STDOUT``."""
 
     def __init__(
         self,

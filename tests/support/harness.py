@@ -31,12 +31,9 @@ _context = mp.get_context("forkserver")
 
 
 def forked_context() -> Any:
-    """The context of processes that come from the fork server, which is started if it does not run yet.
-
-    Python has one fork server, with the modules that were set last before it started, and it ignores modules that it
-    cannot import. Therefore nothing else starts it (``conftest.py`` calls this first), it starts in the repository's
-    folder, and every rank checks what it has loaded.
-    """
+    """The context of processes that come from the fork server, which is started if it does not run yet. Python has
+    one, with the modules that were set last before it started, and ignores modules that it cannot import. So nothing
+    else starts it (``conftest.py`` calls this first), and every rank checks what it has loaded."""
     _context.set_forkserver_preload([PRELOAD, "tests.support.elastic_jobs"])
     before = Path.cwd()
     os.chdir(REPOSITORY)
@@ -53,11 +50,7 @@ def check_preloaded() -> None:
 
 
 def free_port() -> int:
-    """A port that nothing listens on.
-
-    It is below the ports that Linux gives to outgoing connections: one of those could take the port before rank 0
-    listens on it.
-    """
+    """A port that nothing listens on, below those that Linux gives to outgoing connections, which could take it."""
     while True:
         port = 15_000 + secrets.randbelow(17_000)
         with socket.socket() as probe:
@@ -123,11 +116,8 @@ def run_alone(function: Callable[..., Any], timeout_seconds: float = 120, **argu
 
 @contextmanager
 def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1024) -> Iterator[list[Rank]]:
-    """Call ``function(*args)`` on ``world_size`` ranks. Yields their processes and pipes, by rank.
-
-    Through its pipe every rank sends ``(True, result)`` or ``(False, traceback)``. At the end of the ``with`` block,
-    ranks that still run are killed.
-    """
+    """Call ``function(*args)`` on ``world_size`` ranks. Yields their processes and pipes, by rank, on which each
+    sends ``(True, result)`` or ``(False, traceback)``. At the end of the block, ranks that still run are killed."""
     context, port = forked_context(), free_port()
     ranks: list[Rank] = []
     try:
@@ -147,21 +137,14 @@ def start_ranks(world_size: int, function: Callable[..., Any], *args: Any, seed:
 
 
 def answer(receiver: Any) -> tuple[bool, Any]:
-    """The answer of a rank.
-
-    Raises:
-        EOFError: the rank ended without an answer.
-    """
     return pickle.loads(receiver.recv_bytes())
 
 
 def errors_of_the_others(
     world_size: int, function: Callable[..., Any], *args: Any, victim: int, seconds: float = 30
 ) -> list[str]:
-    """Call ``function(*args)`` on ranks of which ``victim`` ends in it. Returns the tracebacks of the others.
-
-    Asserts that these end with an error, and so do not wait for the victim.
-    """
+    """Call ``function(*args)`` on ranks of which ``victim`` ends in it. Returns the tracebacks of the others, which
+    must end with an error, and so do not wait for the victim."""
     errors = []
     with start_ranks(world_size, function, *args) as ranks:
         ranks[victim][0].join(60)
@@ -182,11 +165,8 @@ def errors_of_the_others(
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1024, timeout_seconds: float = 120
 ) -> list[Any]:
-    """Call ``function(*args)`` on ``world_size`` ranks and return the results by rank.
-
-    ``function`` must be defined at the top of a module, and its results are pickled. When a rank fails, all other ranks
-    are ended, and its traceback is raised here.
-    """
+    """Call ``function(*args)``, a function at the top of a module, on ``world_size`` ranks and return the results by
+    rank. When a rank fails, all other ranks are ended, and its traceback is raised here."""
     results: dict[int, Any] = {}
     deadline = time.monotonic() + timeout_seconds
     with start_ranks(world_size, function, *args, seed=seed) as ranks:

@@ -16,11 +16,7 @@ def layer_times(
     update_seconds: Sequence[float] | None = None,
     schedule_seconds: float = 0.0,
 ) -> LayerTimes:
-    """Times by layer. Backward passes take twice as long as forward passes.
-
-    Args:
-        update_seconds: None: updates take no time.
-    """
+    """Times by layer. Backward passes take twice as long as forward passes; updates take no time by default."""
     return LayerTimes(
         device=device,
         tensor_parallel=tensor_parallel,

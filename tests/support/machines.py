@@ -27,14 +27,8 @@ class Nodes:
 def machines(
     *clusters: Nodes, latency_seconds: float = 5e-6, one_cluster: bool = False, device: str = "A100-80"
 ) -> Topology:
-    """A topology with 200 Gbit/s per InfiniBand or RoCE NIC and 25 Gbit/s of Ethernet per node, as in Holmes' Table 1.
-
-    Args:
-        clusters: The nodes of each cluster.
-        latency_seconds: Latency of all NICs.
-        one_cluster: Put all nodes in one cluster, where they may have different NICs.
-        device: Name of the kind of all devices.
-    """
+    """The nodes of each cluster, with 200 Gbit/s per InfiniBand or RoCE NIC and 25 Gbit/s of Ethernet per node, as in
+    Holmes' Table 1. In ``one_cluster`` nodes may have different NICs. ``device``: name of the kind of all devices."""
     kind = DeviceKind(device, 80 << 30, 312e12)
     devices: list[Device] = []
     nodes: list[Node] = []

@@ -41,13 +41,9 @@ def small_vit(pp_size: int = 1, **_: Any) -> nn.Module:
 def migrating_run(
     method: str, senders: int | Sequence[int], model: nn.Module | None = None, choices: Any = None, **options: Any
 ) -> Trained:
-    """A model boosted by our plugin, in which each of the global ranks ``senders`` gives 0.6 of its work to its group.
-
-    Args:
-        model: None: :func:`small_vit`.
-        choices: of the balancing, other than :func:`migrate`'s.
-        options: of the plugin.
-    """
+    """A model, by default :func:`small_vit`, boosted by our plugin, in which each of the global ranks ``senders``
+    gives 0.6 of its work to its group; with ``choices`` of the balancing other than :func:`migrate`'s, ``options`` of
+    the plugin."""
     config = migrate(method, **(dict(warmup_iterations=10**6) | (choices or {})))
     with scripted():
         run = boost(ours(config, **options), model or small_vit(**options), sgd)
@@ -58,12 +54,8 @@ def migrating_run(
 def deciding_run(
     slowdown: SlowdownScript, method: str = "block", model: nn.Module | None = None, **more: Any
 ) -> Trained:
-    """A model whose balancer finds out which rank is slow: a plan applies from the third slow iteration on.
-
-    Args:
-        model: None: :func:`small_vit`.
-        more: choices of the balancing.
-    """
+    """A model, by default :func:`small_vit`, whose balancer finds out which rank is slow: a plan applies from the
+    third slow iteration on. ``more`` are choices of the balancing."""
     with scripted(slowdown):
         return boost(ours(migrate(method, **more), tp_size=dist.get_world_size()), model or small_vit(), sgd)
 

@@ -140,12 +140,9 @@ def family_loss(inputs: Inputs) -> Callable[[nn.Module], torch.Tensor]:
 
 
 def allow_cpu() -> None:
-    """Replace two calls in which Colossal-AI asks for a GPU that it does not need.
-
-    GPT-2's forward selects the tensor's device with ``torch.cuda``. Cohere's attention always takes Colossal-AI's
-    attention kernels. The simplest of them calls torch's own attention, but is declared for CUDA only. Nothing is
-    restored, because the ranks end with the test.
-    """
+    """Replace two calls in which Colossal-AI asks for a GPU that it does not need, until the ranks end: GPT-2's
+    forward selects the tensor's device with ``torch.cuda``, and Cohere's attention takes a kernel that is declared
+    for CUDA only."""
     if torch.cuda.is_available():
         return
     from colossalai.kernel.extensions import FlashAttentionSdpaCudaExtension

@@ -28,7 +28,6 @@ def images_and_labels(number: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def train_alone(depth: int, global_batch: int, iterations: int = ITERATIONS) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and final weights of one process with plain torch."""
     model = tiny_vit(depth=depth)
     batches = [images_and_labels(iteration, global_batch) for iteration in range(iterations)]
     return train_model_alone(model, sgd(model), batches), model.state_dict()

@@ -29,14 +29,9 @@ def make_plan(
     schedule_seconds: Sequence[float] | None = None,
     **changes: Any,
 ) -> Plan:
-    """A plan in which stage ``i`` of each replica has ``layers[i]`` layers.
-
-    Args:
-        rank_order: ranks by replica, stage and place in the tensor-parallel group.
-        forward_seconds: planned forward time by stage; backward takes twice as long. None: :data:`SECONDS`.
-        schedule_seconds: planned time of the schedule itself by stage. None: 0.
-        changes: fields of the plan with other values.
-    """
+    """A plan in which stage ``i`` of each replica has ``layers[i]`` layers. ``rank_order``: ranks by replica, stage
+    and place in the tensor-parallel group; times are planned ones by stage, backward passes take twice as long as
+    forward."""
     bounds = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
     forward = forward_seconds or [SECONDS] * len(layers)
     replicas = tuple(

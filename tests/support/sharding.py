@@ -43,10 +43,8 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def shard(model: nn.Module, policy: Policy | None = None, **options: Any) -> nn.Module:
-    """Shard ``model`` over all ranks with ``policy``, by default that of its family with this package's layers.
-
-    ``options`` are those of ``ShardConfig``.
-    """
+    """Shard ``model`` over all ranks with ``policy``, by default that of its family with this package's layers, and
+    with ``options`` of ``ShardConfig``."""
     # Colossal-AI sums losses over the sequence-parallel group even if it is not used. So the group has only this rank.
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     config = ShardConfig(
@@ -65,7 +63,6 @@ def own_share(parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
 
 
 def parallel_layer_counts(model: nn.Module) -> dict[str, int]:
-    """Return how many parallel linear layers ``model`` has, Colossal-AI's or this package's, by class name."""
     names = [kind.__name__ for kind in (*HETERO_LAYERS, *HETERO_LAYERS.values())]
     counts = Counter(type(module).__name__ for module in model.modules())
     return {name: counts[name] for name in names if counts[name]}
@@ -78,12 +75,9 @@ def _leave(sharded: nn.Module) -> None:
 def assert_same_as_unsharded(
     model: nn.Module, loss_of: LossOf, prepare: Iterable[Prepare] = (_leave,), **options: Any
 ) -> nn.Module:
-    """Assert that loss and gradients of the sharded ``model`` are those of an unsharded copy.
-
-    ``loss_of`` runs a model on the same inputs each time and returns a scalar. The functions in ``prepare`` are called
-    one after the other on the same sharded model, which runs once after each of them. ``options`` are those of
-    ``ShardConfig``. Returns the sharded model.
-    """
+    """Assert that loss and gradients of the sharded ``model``, which is returned, are those of an unsharded copy.
+    ``loss_of`` runs a model on the same inputs each time. The functions in ``prepare`` are called one after the other
+    on the same sharded model, which runs once after each of them. ``options`` are those of ``ShardConfig``."""
     expected, gradients = _loss_and_gradients(copy.deepcopy(model), loss_of)
     sharded = shard(model, **options)
     shares = {
@@ -98,10 +92,8 @@ def assert_same_as_unsharded(
 def assert_same_as_colossalai(
     model: nn.Module, loss_of: LossOf, prepare: Iterable[Prepare] = (_leave,), **options: Any
 ) -> nn.Module:
-    """Assert that ``model`` has the same loss and gradients with this package's layers as with Colossal-AI's.
-
-    All heads share SAM's relative positions; Colossal-AI does not sum their gradients over the ranks.
-    """
+    """Assert that ``model`` has the same loss and gradients with this package's layers as with Colossal-AI's, which
+    does not sum gradients of relative positions over the ranks; all heads of SAM share them."""
     theirs = copy.deepcopy(model)
     expected, gradients = _loss_and_gradients(shard(theirs, get_autopolicy(theirs), **options), loss_of)
     for name, gradient in gradients.items():

@@ -56,16 +56,9 @@ class SimulatedReplica:
 
 
 class Simulation:
-    """Training whose global batches are divided by :class:`Redivision`.
-
-    Args:
-        replicas: the devices.
-        global_batch_size: samples of a global batch.
-        profile_errors: what the profile says of a replica's time, divided by the truth at the start.
-        noise: relative standard deviation of a replica's time.
-        check_every: global batches between two checks.
-        seed: of the noise.
-    """
+    """Training whose global batches are divided by :class:`Redivision`. ``profile_errors``: what the profile says of
+    a replica's time, divided by the truth at the start. ``noise``: relative standard deviation of a replica's
+    time."""
 
     def __init__(
         self,

@@ -35,7 +35,6 @@ class Told:
         self._folder, self._name = folder, f"{node}.{os.getpid()}"
 
     def put(self, message: tuple[Any, ...]) -> None:
-        """Write a message of the script."""
         kind, *content = message
         if kind == "done":
             torch.save(content[0], self._folder / f"parameters.{self._name}")
@@ -68,7 +67,6 @@ def hold(booster: Any, _: Any) -> None:
 
 
 def main(folder: Path, steps: int) -> None:
-    """Train to the end, or until a member is lost."""
     torch.set_num_threads(1)
     if (folder / "wait").exists():
         parent = os.getppid()

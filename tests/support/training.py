@@ -56,8 +56,6 @@ def loss_of_batch(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
     return loss_of(model(inputs[0]), inputs[1])
 
 
-# Clocks ----------------------------------------------------------------------------------------------------------
-
 SlowdownScript = Callable[[int, int], float]
 """A function of a global rank and an iteration that returns the slowdown χ."""
 
@@ -108,9 +106,6 @@ def scripted(slowdown: SlowdownScript = no_straggler) -> Iterator[None]:
         yield
 
 
-# Training --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Trained:
     """The state of a training run on one rank."""
@@ -142,7 +137,6 @@ def ours(balance: BalanceConfig | None = None, **options: Any) -> HeteroHybridPa
 
 
 def theirs(**options: Any) -> HybridParallelPlugin:
-    """Colossal-AI's own plugin."""
     return HybridParallelPlugin(**(dict(pp_size=1, precision="fp32", custom_policy=TimmViTPolicy()) | options))
 
 

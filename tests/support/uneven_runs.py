@@ -130,7 +130,6 @@ class _Clipping:
 def train_alone(
     steps: int, make: MakeOptimizer = adamw, make_model: Callable[[], nn.Module] = small_vit
 ) -> tuple[nn.Module, list[float]]:
-    """The model after training in one process, and the loss of each step."""
     model = make_model().train()
     return model, train_in_parts(model, [_Clipping(model, make(model))], lambda loss: loss.backward(), steps)
 

@@ -107,10 +107,7 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def sizes_by_rank(division: list[list[int]], samples: int) -> list[list[int]]:
-    """The ``division`` of a full global batch, or for fewer ``samples`` its first samples.
-
-    Each rank keeps its number of micro-steps.
-    """
+    """The ``division`` of a full global batch, or for fewer ``samples`` its first ones, in as many micro-steps."""
     left, result = samples, []
     for sizes in division:
         kept = []
@@ -137,8 +134,6 @@ class Unchanged(Policy):
 
 
 class Boosted(NamedTuple):
-    """What ``Booster.boost`` has returned, and what it was called with."""
-
     plugin: Any
     booster: Booster
     model: Any
@@ -168,12 +163,10 @@ def boosted(
     schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
     **options: Any,
 ) -> Boosted:
-    """Boost for global batches of ``samples``, with a plugin of these ``options``.
-
-    ``kind``: a stage of ZeRO, "auto", or "hybrid" for the hybrid plugin with uneven batches. ``optimizer``: one of
-    :func:`make_optimizer`, by name, or a function that makes one for a model, or an optimizer. ``loader``: options of
-    ``prepare_dataloader``. ``division``: of a full global batch; without it, the one that the plugin finds is kept.
-    """
+    """Boost for global batches of ``samples``. ``kind``: a stage of ZeRO, "auto", or "hybrid" for the hybrid plugin
+    with uneven batches. ``optimizer``: one of :func:`make_optimizer`, by name, or a function that makes one for a
+    model, or an optimizer. ``loader``: options of ``prepare_dataloader``. ``division``: of a full global batch,
+    instead of the plugin's."""
     plugin: Any
     if kind == "hybrid":
         fields = {name: options.pop(name) for name in BATCHES & options.keys()}
@@ -197,7 +190,6 @@ def boosted(
 
 
 def full_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """All parameters of the model in order, unsharded, on every rank."""
     for module in model.modules():
         if isinstance(module, FSDP):
             with FSDP.summon_full_params(module):
@@ -211,7 +203,6 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def global_batches(data: Any, size: int) -> list[Any]:
-    """The global batches of an epoch, in order."""
     return [
         default_collate([data[index] for index in range(first, min(first + size, len(data)))])
         for first in range(0, len(data), size)

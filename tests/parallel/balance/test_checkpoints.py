@@ -14,11 +14,13 @@ import torch.distributed as dist
 from colossal_hetero import BalanceConfig, CheckpointConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.migration_runs import assert_equal, migrating_run, reference_run
 from tests.support.training import Trained, assert_same_parameters, batch, boost, ours, sgd, theirs, tiny_vit
 from tests.support.training import train as train_more
 from tests.support.uneven_runs import STEPS, adamw, small_vit, train, uneven_run
+
+checks = Checks()
 
 RULES = Pruning(resizing="column", priority="priority", imputation="same", priority_interval=2)
 RESIZE = BalanceConfig(mode="resize", warmup_iterations=10**6, pruning=RULES)
@@ -37,7 +39,10 @@ def start(method: str, seed: int = 0, idle: bool = False, **options: Any) -> Tra
     return run
 
 
-def check_interchange(folder: Path, method: str, options: dict[str, Any], sharded: bool) -> None:
+@checks.on(2, "resize", dict(tp_size=2, precision="bf16"), True)
+@checks.on(2, "broadcast-reduce", dict(tp_size=2), False)
+@checks.on(4, "block", PIPELINE, True)
+def checkpoints_are_interchangeable(method: str, options: dict[str, Any], sharded: bool, folder: Path) -> None:
     run = start(method, **options)
     plan = run.plugin.balancer.plan
     train_more(run, 2)
@@ -76,20 +81,7 @@ def check_interchange(folder: Path, method: str, options: dict[str, Any], sharde
             torch.testing.assert_close(idle.model(batch()[0]), alone(batch()[0]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("method", "options", "sharded"),
-    [
-        ("resize", dict(tp_size=2, precision="bf16"), True),
-        ("broadcast-reduce", dict(tp_size=2), False),
-        ("block", PIPELINE, True),
-    ],
-)
-def test_checkpoints_are_interchangeable(method: str, options: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
-    run_ranks(2 * options.get("pp_size", 1), check_interchange, tmp_path, method, options, sharded)
-
-
 def is_uneven(run: Trained) -> bool:
-    """Whether some rank holds other units than its own."""
     width = len(run.model.unwrap().blocks[0].mlp.fc1.weight)
     anywhere = torch.tensor(width != 60 // dist.get_world_size(), dtype=torch.int)
     dist.all_reduce(anywhere)
@@ -126,11 +118,13 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any], tolerance: flo
 
 
 def plain_run(seed: int = 0) -> Trained:
-    """Colossal-AI's own plugin."""
     return boost(theirs(tp_size=dist.get_world_size(), max_norm=0.5), small_vit(seed), adamw)
 
 
-def _save_and_load(straggler: int, folder: Path, forms: Sequence[bool]) -> None:
+@checks.on(2, 1, (True, False))
+@checks.on(3, 0, (True,))
+def checkpoints_of_colossalais_format_are_ordinary(straggler: int, forms: Sequence[bool], folder: Path) -> None:
+    """``forms``: whether a checkpoint is sharded."""
     run = uneven_run(straggler)
     train(run, STEPS)
     assert is_uneven(run)
@@ -171,21 +165,15 @@ def _save_and_load(straggler: int, folder: Path, forms: Sequence[bool]) -> None:
     train(run, MORE)
     assert is_uneven(run)
     assert run.losses == pytest.approx(plain.losses, rel=1e-10)
-
-
-@pytest.mark.parametrize(("ranks", "straggler", "forms"), [(2, 1, (True, False)), (3, 0, (True,))])
-def test_checkpoints_of_colossalais_format_are_ordinary(
-    ranks: int, straggler: int, forms: Sequence[bool], tmp_path: Path
-) -> None:
-    """``forms``: whether a checkpoint is sharded."""
-    run_ranks(ranks, _save_and_load, straggler, tmp_path, forms)
+    dist.barrier()
     for sharded in forms:
-        found = contents(tmp_path / f"uneven {sharded}")
-        assert_same(found, contents(tmp_path / f"even {sharded}"), 0.0)
-        assert_same(found, contents(tmp_path / f"plain {sharded}"), 1e-10)
+        found = contents(folder / f"uneven {sharded}")
+        assert_same(found, contents(folder / f"even {sharded}"), 0.0)
+        assert_same(found, contents(folder / f"plain {sharded}"), 1e-10)
 
 
-def _save_layers(folder: Path) -> None:
+@checks.on(2)
+def layer_checkpoints_are_ordinary(folder: Path) -> None:
     def begin(straggler: int | None, seed: int) -> Trained:
         return uneven_run(straggler, seed=seed, checkpoints=CheckpointConfig(shared=folder, save_every=STEPS))
 
@@ -213,5 +201,4 @@ def _save_layers(folder: Path) -> None:
         assert other.losses == pytest.approx(run.losses, rel=1e-10), straggler
 
 
-def test_layer_checkpoints_are_ordinary(tmp_path: Path) -> None:
-    run_ranks(2, _save_layers, tmp_path)
+test_on_ranks = checks.test()

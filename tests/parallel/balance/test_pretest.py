@@ -27,7 +27,6 @@ def traffic(share: float) -> Traffic:
 
 
 def prepare(group: dist.ProcessGroup, form: Any = "block", **options: Any) -> tuple[Costs, int]:
-    """The costs, and the number of times that they were measured: few and short times."""
     measurement = pretest.CostMeasurement(group, SHAPES, 40, torch.float32, torch.device("cpu"), traffic, form)
     with (
         patch.multiple(pretest, PRODUCT_SECONDS=0.01, MESSAGES={2**12: 3, 2**14: 3}),

@@ -34,7 +34,6 @@ def slow(straggler: int, begin: int = 0, slowdown: float = 4.0) -> Any:
 
 @contextmanager
 def sentences() -> Iterator[list[str]]:
-    """What this rank logs meanwhile."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -174,12 +173,13 @@ def what_cannot_be_balanced_is_only_measured_by_default() -> None:
 def the_default_gives_way_to_graphs_and_other_plugins() -> None:
     with default(head=False):
         run = train(boost(ours(tp_size=2)), 2)
-        with (
-            patch.object(torch.cuda, "is_available", lambda: True),
-            patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
-        ):
+        graph = patch.multiple(torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: True)
+        with graph:
             run.plugin.balancer.begin()
         assert not run.plugin.balancer.active
+        chosen = boost(ours(AUTO, tp_size=2))
+        with graph, pytest.raises(RuntimeError, match="balance mode 'auto' cannot be used in a CUDA graph"):
+            chosen.plugin.balancer.begin()
         first, other = boost(ours(tp_size=2)), ours(tp_size=2)
         Booster(plugin=other).boost(first.model, sgd(first.model))
         assert not first.plugin.balancer.active and other.balancer.active

@@ -82,7 +82,6 @@ def slow_until_recovery(straggler: int) -> SlowdownScript:
 
 
 def evaluate(model: nn.Module) -> float:
-    """The loss of a batch of its own, in evaluation."""
     model.eval()
     with torch.no_grad():
         loss = loss_of(model, LAST).item()
@@ -181,7 +180,6 @@ def masters_move_with_the_parameters(precision: str) -> None:
     """Give units away for good, and compare everything with a run that does not."""
 
     def state(run: Trained) -> dict[str, Tensor]:
-        """Parameters, masters and moments with ordinary shards."""
         found = {}
         with run.plugin.balancer.ordinary_shards():
             masters = masters_of(run.optimizer)
@@ -212,7 +210,6 @@ Parameters = list[nn.Parameter]
 
 
 def parts_of(model: nn.Module) -> tuple[Parameters, Parameters]:
-    """The matrices of the blocks, and all other parameters."""
     matrices = [each for name, each in model.named_parameters() if "blocks" in name and each.ndim == 2]
     return matrices, [each for each in model.parameters() if all(each is not matrix for matrix in matrices)]
 
@@ -255,7 +252,6 @@ SEVERAL = {
 
 
 def _trained(case: Several, booster: Booster | None = None, straggler: int = 0) -> tuple[Any, Any, list[float]]:
-    """Model, optimizers and losses, of one process if there is no ``booster``."""
     model: Any = small_vit().train()
     parts = parts_of(model)
     added = parts[0][::2] if case.adds else []
@@ -280,9 +276,11 @@ def _trained(case: Several, booster: Booster | None = None, straggler: int = 0) 
     return model, optimizers, losses
 
 
-def _with_several_optimizers(names: list[str], folder: Path) -> None:
+@checks.on(2, 6)
+@checks.on(3, 2)
+def several_optimizers_train_as_in_one_process(cases: int, folder: Path) -> None:
     ranks = dist.get_world_size()
-    for number, name in enumerate(names):
+    for number, name in enumerate(list(SEVERAL)[:cases]):
         case = SEVERAL[name]
         expected, _, wanted = _trained(case)
         for straggler in range(ranks) if IS_THOROUGH else (number % ranks,):
@@ -307,7 +305,6 @@ def _with_several_optimizers(names: list[str], folder: Path) -> None:
 
 
 def _assert_saved_whole(booster: Booster, optimizer: Any, path: Path, parameters: Sequence[Tensor], entry: str) -> None:
-    """An optimizer is saved with whole states, and loaded."""
     booster.save_optimizer(optimizer, str(path), shard=False)
     dist.barrier()
     states = torch.load(path, weights_only=True)["state"]
@@ -315,7 +312,8 @@ def _assert_saved_whole(booster: Booster, optimizer: Any, path: Path, parameters
     booster.load_optimizer(optimizer, str(path))
 
 
-def _boost_the_model_first(folder: Path) -> None:
+@checks.on(2)
+def a_model_is_boosted_before_its_optimizer(folder: Path) -> None:
     """The model is boosted without an optimizer, for example to load weights into it."""
     booster = Booster(plugin=ours(config(), tp_size=2))
     model, *_ = booster.boost(small_vit())
@@ -323,17 +321,6 @@ def _boost_the_model_first(folder: Path) -> None:
     booster.backward(loss_of(model, 0), optimizer)
     optimizer.step()
     _assert_saved_whole(booster, optimizer, folder / "first", list(small_vit().parameters()), "exp_avg")
-
-
-def _check_several(folder: Path) -> None:
-    if dist.get_world_size() == 2:
-        _boost_the_model_first(folder)
-    _with_several_optimizers(list(SEVERAL)[: 6 if dist.get_world_size() == 2 else 2], folder)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_optimizers_train_as_in_one_process(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, _check_several, tmp_path)
 
 
 @checks.on(2)
@@ -381,7 +368,8 @@ def deep_vit() -> nn.Module:
     return tiny_vit().double()
 
 
-def _losses_in_a_pipeline(folder: Path) -> list[float]:
+@checks.on(4)
+def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
     """Two stages of two ranks, of which one in each stage is relieved from other iterations on."""
     run = relieved_run(1, deep_vit(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
     for step in range(4):
@@ -396,20 +384,17 @@ def _losses_in_a_pipeline(folder: Path) -> list[float]:
             run.booster.save_model(run.model, str(folder / "2"), shard=True)
     assert run.plugin.balancer.has_resharded
     run.booster.save_model(run.model, str(folder / "4"), shard=True)
-    return run.losses
+    # The pipeline adds up losses in fp32.
+    is_last = dist.get_rank() >= 2
+    assert run.losses == pytest.approx(train_alone(4, make_model=deep_vit)[1] if is_last else [], rel=1e-6)
+    dist.barrier()
+    for steps in (2, 4):
+        expected = train_alone(steps, make_model=deep_vit)[0].state_dict()
+        assert largest_difference(read_weights(folder / str(steps)), expected) <= 1e-10, steps
 
 
 def in_double(outputs: Tensor, inputs: Any) -> Tensor:
     return nn.functional.cross_entropy(outputs, inputs[1])
-
-
-def test_a_pipeline_whose_stages_move_units_at_other_times(tmp_path: Path) -> None:
-    for rank, losses in enumerate(run_ranks(4, _losses_in_a_pipeline, tmp_path)):
-        # The pipeline adds up losses in fp32.
-        assert losses == pytest.approx(train_alone(4, make_model=deep_vit)[1] if rank >= 2 else [], rel=1e-6)
-    for steps in (2, 4):
-        expected = train_alone(steps, make_model=deep_vit)[0].state_dict()
-        assert largest_difference(read_weights(tmp_path / str(steps)), expected) <= 1e-10, steps
 
 
 def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module], Optimizer]) -> list[str]:

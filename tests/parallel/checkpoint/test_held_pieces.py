@@ -30,15 +30,16 @@ from tests.support.checkpoint_runs import (
     train,
 )
 from tests.support.checkpoints import read_weights
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.training import sgd
+
+checks = Checks()
 
 STEPS = 2
 ZERO = dict(zero_stage=1, precision="bf16")
 
 
 def of_one_process(name: str) -> dict[str, Tensor]:
-    """Parameters and moments after training without any plugin."""
     model = MODELS[name]()
     optimizer = sgd(model)
     for number in range(STEPS):
@@ -54,7 +55,10 @@ def of_one_process(name: str) -> dict[str, Tensor]:
     return found
 
 
-def check_against_one_process(name: str, options: dict[str, Any]) -> None:
+@checks.on(3, "llama", dict(tp_size=3))  # padded
+@checks.on(3, "vit", dict(tp_size=3))  # fused
+@checks.on(4, "gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
+def the_pieces_of_all_ranks_are_those_of_one_process(name: str, options: dict[str, Any]) -> None:
     run = boosted(name, hybrid(**options), sgd)
     train(run, range(STEPS))
     found, expected = gathered(run).tensors, of_one_process(name)
@@ -63,16 +67,8 @@ def check_against_one_process(name: str, options: dict[str, Any]) -> None:
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def check_models_of_three_ranks() -> None:
-    check_against_one_process("llama", dict(tp_size=3))  # padded
-    check_against_one_process("vit", dict(tp_size=3))  # fused
-
-
-def test_the_pieces_of_all_ranks_are_those_of_one_process() -> None:
-    run_ranks(3, check_models_of_three_ranks)
-
-
-def check_against_colossalai(folder: Path) -> None:
+@checks.on(4)
+def zero_slices_are_those_of_colossalais_checkpoint(folder: Path) -> None:
     run = boosted("llama", hybrid(tp_size=2, **ZERO))
     train(run, range(STEPS))
     found = gathered(run).tensors
@@ -91,7 +87,8 @@ def check_against_colossalai(folder: Path) -> None:
             assert torch.equal(found[f"{entry}.{names[number]}"], torch.as_tensor(value)), f"{entry} of {names[number]}"
 
 
-def check_reload() -> None:
+@checks.on(4)
+def another_plan_continues() -> None:
     one = boosted("gpt2", hybrid(pp_size=2, **ZERO), sgd)
     train(one, range(STEPS))
     saved = gathered(one)
@@ -104,16 +101,6 @@ def check_reload() -> None:
     copies = two.optimizer.get_working_to_master_map()
     assert all(torch.equal(each, copies[id(each)].half()) for each in two.model.parameters())
     assert train(two, range(STEPS, STEPS + 2)) == pytest.approx(losses, rel=2e-2)
-
-
-def check_models_of_four_ranks(folder: Path) -> None:
-    check_against_one_process("gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
-    check_against_colossalai(folder)
-    check_reload()
-
-
-def test_another_plan_continues_and_zero_slices_are_those_of_colossalais_checkpoint(tmp_path: Path) -> None:
-    run_ranks(4, check_models_of_four_ranks, tmp_path)
 
 
 NODES = {0: "a", 1: "a", 2: "b"}
@@ -144,7 +131,9 @@ def exchanged(unreadable: str | None) -> tuple[Outcome, dict[str, torch.Tensor]]
     return fetch_boxes(choose_sources(needs, NODES, bitmap), NODES, memory, fill), data
 
 
-def check_exchange(unreadable: str | None) -> tuple[int, int]:
+@checks.on(3, None)
+@checks.on(3, LAYERS[1])
+def ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
     outcome, data = exchanged(unreadable)
     for layer in LAYERS:
         if layer != unreadable:
@@ -152,22 +141,16 @@ def check_exchange(unreadable: str | None) -> tuple[int, int]:
     assert all(each.layer == unreadable for each in outcome.left)
     found = [(unreadable, Location("b", StorageTier.DISK), "damaged")] if dist.get_rank() == 2 and unreadable else []
     assert outcome.problems == found
-    return outcome.received_bytes, len(outcome.left)
-
-
-def check_exchanges() -> list[tuple[int, int]]:
-    return [check_exchange(None), check_exchange(LAYERS[1])]
-
-
-def test_ranks_get_what_only_other_nodes_have() -> None:
     # Ranks 0 and 1 lack a part of the last row, and rank 2 the right half of three rows.
-    for lost, found in enumerate(zip(*run_ranks(3, check_exchanges), strict=True)):
-        layers = len(LAYERS) - lost
-        assert found == ((layers * 4 * 3, lost), (layers * 4 * 2, lost), (len(LAYERS) * 4 * 9, lost))
+    lost = int(unreadable is not None)
+    layers = len(LAYERS) - lost * (dist.get_rank() < 2)
+    assert (outcome.received_bytes, len(outcome.left)) == (layers * 4 * (3, 2, 9)[dist.get_rank()], lost)
 
 
-def message_through_store(master: str, own: str) -> bytes:
-    """What rank 1 has written, as both ranks read it."""
+@checks.on(2, "192.0.2.1", "127.0.0.2")
+@checks.on(2, "127.0.0.1", "127.0.0.1")
+def the_store_of_messages_is_on_the_machine_of_rank_0(master: str, own: str) -> None:
+    """192.0.2.1 is on no machine; 127.0.0.2 leads here, and stands for an address of rank 0's machine."""
     os.environ["MASTER_ADDR"] = master
     is_loopback = {"_is_loopback": lambda address: address == "127.0.0.1"}
     with patch.multiple(layer_checkpoint, own_address=lambda: own, STORE_SECONDS=5.0, **is_loopback):
@@ -175,15 +158,8 @@ def message_through_store(master: str, own: str) -> bytes:
     assert store is not None
     if dist.get_rank() == 1:
         store.set("key", "value")
-    value = store.get("key")
+    assert store.get("key") == b"value"
     dist.barrier()
-    return value
 
 
-def messages_through_stores() -> list[bytes]:
-    """192.0.2.1 is on no machine; 127.0.0.2 leads here, and stands for an address of rank 0's machine."""
-    return [message_through_store(*each) for each in (("192.0.2.1", "127.0.0.2"), ("127.0.0.1", "127.0.0.1"))]
-
-
-def test_the_store_of_messages_is_on_the_machine_of_rank_0() -> None:
-    assert run_ranks(2, messages_through_stores) == [[b"value"] * 2] * 2
+test_on_ranks = checks.test()

@@ -14,32 +14,40 @@ from colossalai.nn.optimizer import Lamb
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
 from colossal_hetero.checkpoint.layer_checkpoint import Start
 from colossal_hetero.checkpoint.reader import export
 from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, gpt2
+from tests.support import zero_runs
 from tests.support.checkpoint_runs import MODELS, Run, boosted, different_tensors, gathered, hybrid, load, saving, train
+from tests.support.checks import Checks
+from tests.support.elastic_jobs import Texts
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
 from tests.support.training import Trained, adamw, mean_over_replicas, pipeline_step, sgd, zero_plugin
-from tests.support.zero_runs import full_parameters
+
+checks = Checks()
 
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
 """Drawn equally on all ranks of a group, differently on each of them, and per sample."""
 
 
-def check_hybrid(folder: Path, options: dict[str, Any], others: Sequence[dict[str, Any]]) -> list[Start]:
+@checks.on(4, "vit", DROPOUT, [])
+@checks.on(4, "gpt2", {}, [dict(pp_size=2)])
+def the_resumed_run_is_the_undisturbed_one_and_another_plan_continues(
+    name: str, drops: dict[str, float], others: Sequence[dict[str, Any]], folder: Path
+) -> None:
     """Train four steps, and resume after the second: in the same plan, and in others, which compute in other orders."""
+    options = dict(tp_size=2, pp_size=2)
 
     def start(seed: int, **options: Any) -> tuple[Any, Any]:
         torch.manual_seed(seed)
         run = boosted(name, saving(folder, **options), **drops)
         return run, CosineAnnealingLR(run.optimizer.optim, 9)
 
-    name, drops = ("gpt2", {}) if others else ("vit", DROPOUT)
     undisturbed, schedule = start(0, **options)
     losses = []
     for step in range(1, 5):
@@ -50,39 +58,31 @@ def check_hybrid(folder: Path, options: dict[str, Any], others: Sequence[dict[st
             assert undisturbed.plugin.save(undisturbed.model, undisturbed.optimizer, schedule, step=2, epoch=1)
     undisturbed.plugin.wait_for_saves()
     dist.barrier()
-    expected, starts = gathered(undisturbed), []
+    expected = gathered(undisturbed)
     for plan in (options, *others):
         resumed, schedule = start(1, **plan)
-        starts.append(resumed.plugin.resume(resumed.model, resumed.optimizer, schedule))
-        assert (starts[-1].step, starts[-1].epoch, starts[-1].same_plan) == (2, 1, plan == options)
+        found = resumed.plugin.resume(resumed.model, resumed.optimizer, schedule)
+        assert (found.step, found.epoch, found.same_plan) == (2, 1, plan == options)
         assert schedule.last_epoch == 2 and different_tensors(gathered(resumed), saved) == []
-        found = []
+        after = []
         for step in range(3, 5):
-            found += train(resumed, [step])
+            after += train(resumed, [step])
             schedule.step()
         if plan == options:
-            assert found == losses[2:]
+            assert after == losses[2:]
             assert different_tensors(gathered(resumed), expected) == []
         else:
-            assert found == pytest.approx(losses[2:], rel=1e-5)
-    return starts
+            assert after == pytest.approx(losses[2:], rel=1e-5)
+    if name == "gpt2" and dist.get_rank() == 0:
+        export(folder, folder / "model.pt")
+        content = torch.load(folder / "model.pt", weights_only=True)
+        assert MODELS["gpt2"]().load_state_dict(content, strict=False) == (["lm_head.weight"], [])  # the embedding
 
 
-def check_plans(folder: Path) -> None:
-    check_hybrid(folder / "dropout", dict(tp_size=2, pp_size=2), [])
-    dist.barrier()
-    check_hybrid(folder, dict(tp_size=2, pp_size=2), [dict(pp_size=2)])
-
-
-def test_the_resumed_run_is_the_undisturbed_one_and_another_plan_continues(tmp_path: Path) -> None:
-    run_ranks(4, check_plans, tmp_path)
-    export(tmp_path, tmp_path / "model.pt")
-    model = MODELS["gpt2"]()
-    found = model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=False)
-    assert found == (["lm_head.weight"], [])  # which is the embedding
-
-
-def check_zero(folder: Path, stages: Sequence[int], precision: str, at: int) -> list[bool]:
+@checks.on(2, (0, 1), "fp32", 3)
+@checks.on(2, (2, 0), "bf16", 5)  # at the end of an epoch
+@checks.on(2, (1,), "fp16", 3)  # with a loss scale
+def a_run_of_the_zero_plugin_resumes_where_it_was(stages: Sequence[int], precision: str, at: int, folder: Path) -> None:
     """Train two epochs of five global batches, and resume after the step ``at``."""
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(40, 7, generator=generator), torch.arange(40) % 3)
@@ -123,31 +123,18 @@ def check_zero(folder: Path, stages: Sequence[int], precision: str, at: int) -> 
     losses = run(*undisturbed, Start())
     plugin.wait_for_saves()
     dist.barrier()
-    same = []
     for stage in stages:
         plugin, model, optimizer, _, loader, schedule = resumed = start(1, stage)
         found = plugin.resume(model, optimizer, schedule, loader)
-        assert (found.step, found.epoch) == (at, 0)
-        same.append(found.same_plan)
+        assert (found.step, found.epoch, found.same_plan) == (at, 0, stage == stages[0])
         if found.same_plan:
             assert run(*resumed, found) == losses[at:]
-            for own, other in zip(full_parameters(model), full_parameters(undisturbed[1]), strict=True):
+            for own, other in zip(
+                zero_runs.full_parameters(model), zero_runs.full_parameters(undisturbed[1]), strict=True
+            ):
                 assert torch.equal(own, other)
         else:
             assert len(run(*resumed, found)) == len(losses[at:])
-    return same
-
-
-def check_all_of_zero(folder: Path) -> None:
-    """Stages 0 and 1; 2 and 0, at the end of an epoch; and 1 with a loss scale."""
-    for stages, precision, at in (((0, 1), "fp32", 3), ((2, 0), "bf16", 5), ((1,), "fp16", 3)):
-        same = check_zero(folder / precision, stages, precision, at)
-        assert same == [True] + [False] * (len(stages) - 1), precision
-        dist.barrier()
-
-
-def test_a_run_of_the_zero_plugin_resumes_where_it_was(tmp_path: Path) -> None:
-    run_ranks(2, check_all_of_zero, tmp_path)
 
 
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
@@ -158,16 +145,8 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(model.parameters(), lr=0.01)
 
 
-def boost_fully_sharded(folder: Path) -> tuple[Any, ...]:
-    plugin = zero_plugin(3, 4, max_micro_batch=4, checkpoints=CheckpointConfig(shared=folder))
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    data = TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
-    return plugin, *Booster(plugin=plugin).boost(
-        model, sgd(model), nn.CrossEntropyLoss(), plugin.prepare_dataloader(data)
-    )
-
-
-def check_refusals(folder: Path) -> None:
+@checks.on(1)
+def what_cannot_be_saved_or_resumed_says_so(folder: Path) -> None:
     run = boosted("vit", saving(folder))
     plain = DataLoader(TensorDataset(torch.zeros(4)))
     with pytest.raises(TypeError, match=r"a DataLoader has no state_dict, .* save at the end of an epoch"):
@@ -193,22 +172,16 @@ def check_refusals(folder: Path) -> None:
     train(factored, [0])
     with pytest.raises(ValueError, match=r"Adafactor keeps 'row_var' of a parameter .* use one of these"):
         factored.plugin.save(factored.model, factored.optimizer, step=2)
-    plugin, model, optimizer, *_ = boost_fully_sharded(folder)
+    sharded = zero_runs.boosted(3, checkpoints=CheckpointConfig(shared=folder))
     with pytest.raises(ValueError, match="layer checkpoints are for ZeRO stages 0 to 2"):
-        plugin.save(model, optimizer, step=2)
-
-
-def test_what_cannot_be_saved_or_resumed_says_so(tmp_path: Path) -> None:
-    run_ranks(1, check_refusals, tmp_path)
+        sharded.plugin.save(sharded.model, sharded.optimizer, step=2)
     with pytest.raises(ValueError, match="needs a folder"):
         CheckpointConfig()
     with pytest.raises(ValueError, match="keep=0 must be a whole number of at least 1"):
-        CheckpointConfig(shared=tmp_path, keep=0)
+        CheckpointConfig(shared=folder, keep=0)
 
 
 def frozen(options: dict[str, Any], seed: int) -> Run:
-    """A run in which the embedding is not trained."""
-
     def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         for parameter in model.patch_embed.parameters():  # type: ignore[union-attr]
             parameter.requires_grad = False
@@ -217,7 +190,8 @@ def frozen(options: dict[str, Any], seed: int) -> Run:
     return boosted("vit", hybrid(**options), make_optimizer, seed=seed)
 
 
-def check_kinds() -> None:
+@checks.on(2)
+def other_kinds_of_states_are_restored() -> None:
     """Frozen parameters, which ZeRO keeps in half precision only; and counts of steps that are numbers of Python."""
     zero: dict[str, Any] = dict(zero_stage=1, precision="bf16")
     run = frozen(zero, 0)
@@ -236,21 +210,11 @@ def check_kinds() -> None:
     assert {state["step"] for state in loaded.optimizer.optim.state.values()} == {2}
 
 
-def test_other_kinds_of_states_are_restored() -> None:
-    run_ranks(2, check_kinds)
+test_on_ranks = checks.test()
 
 
 STEPS, AT = 5, 2
 EQUAL = make_plan([[[0], [1]]], [2, 2], 2, 5)
-
-
-class Texts(Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return STEPS * 10
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(101, (8,), generator=torch.Generator().manual_seed(index))
-        return dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
 
 
 def run(plan: Plan, folder: Path, options: dict[str, Any], resumes: bool, keeps_position: bool) -> list[float]:
@@ -258,7 +222,7 @@ def run(plan: Plan, folder: Path, options: dict[str, Any], resumes: bool, keeps_
     checkpoints = CheckpointConfig(shared=folder, save_every=AT)
     plugin = HeteroHybridParallelPlugin(plan=plan, **(dict(precision="fp32") | options), checkpoints=checkpoints)
     batch_size = plan.global_batch if plan.symmetric else None
-    loader = plugin.prepare_dataloader(Texts(), batch_size, shuffle=False)
+    loader = plugin.prepare_dataloader(Subset(Texts(), range(10 * STEPS)), batch_size, shuffle=False)
     model = gpt2()
     optimizer, booster = torch.optim.AdamW(model.parameters(), lr=1e-3), Booster(plugin=plugin)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)

@@ -100,7 +100,6 @@ def test_every_rank_returns_all_links() -> None:
 
 
 def rank_processes(command: psutil.Process) -> list[psutil.Process]:
-    """Wait until both ranks exist, and return their processes."""
     for _ in range(1200):
         ranks = [each for each in command.children() if "spawn_main" in " ".join(each.cmdline())]
         if len(ranks) == 2:

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tests.support.checkpoints import read_weights
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import MODELS
 from tests.support.migration_runs import migrate, slow
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
 from tests.support.training import loss_of as vit_loss
 from tests.support.training import train as train_vit
+
+checks = Checks()
 
 SAMPLES = 4
 VOCABULARY = 101
@@ -67,7 +69,6 @@ def descend(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run_backward(run: Trained, name: str) -> None:
-    """Compute the gradients of the global batch, each replica those of its part."""
     replica, share = dist.get_rank(run.plugin.dp_group), SAMPLES // run.plugin.dp_size
     inputs = tree_map(lambda tensor: tensor[replica * share : (replica + 1) * share], global_batch(name))
     if run.plugin.pp_size > 1:
@@ -77,7 +78,6 @@ def run_backward(run: Trained, name: str) -> None:
 
 
 def check_change(run: Trained, name: str, change: dict[str, Tensor], folder: Path, what: str) -> None:
-    """Save the weights, and compare how they have changed."""
     run.booster.save_model(run.model, str(folder), shard=True)
     dist.barrier()
     initial, after = make(name).state_dict(), read_weights(folder)
@@ -85,27 +85,17 @@ def check_change(run: Trained, name: str, change: dict[str, Tensor], folder: Pat
     assert error <= 1e-3 * MAX_NORM, what
 
 
-# In the step ---------------------------------------------------------------------------------------------------------
-
-
 STEP_CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, dict(tp_size=2, pp_size=1, **FP32)),
-    "pp2": (2, dict(tp_size=1, **PIPELINE, **FP32)),
     "tp2-pp2": (4, dict(tp_size=2, **PIPELINE, **FP32)),
-    "tp2-dp2": (4, dict(tp_size=2, pp_size=1, **FP32)),
-    "tp2-bf16": (2, dict(tp_size=2, pp_size=1, **BF16)),
     "tp2-fp16": (2, dict(tp_size=2, pp_size=1, **FP16)),
-    "tp2-zero1": (2, dict(tp_size=2, pp_size=1, **ZERO)),
     "dp2-zero1": (2, dict(tp_size=1, pp_size=1, **ZERO)),
     "tp2-dp2-zero1": (4, dict(tp_size=2, pp_size=1, **ZERO)),
-    "pp2-zero1": (2, dict(tp_size=1, **PIPELINE, **ZERO)),
-    "pp2-dp2-zero1": (4, dict(tp_size=1, **PIPELINE, **ZERO)),
     "tp2-pp2-zero1": (4, dict(tp_size=2, **PIPELINE, **ZERO)),
 }
 
 
 def check_step(make_plugin: Any, name: str, case: str, folder: Path) -> None:
-    """Take one step of SGD with learning rate 1."""
     expected, change = train_alone(name)
     assert expected > 10 * MAX_NORM
     options = STEP_CASES[case][1]
@@ -119,7 +109,9 @@ def check_step(make_plugin: Any, name: str, case: str, folder: Path) -> None:
         check_change(run, name, change, folder / f"{make_plugin.__name__}-{name}-{case}", what)
 
 
-def check_steps(folder: Path) -> None:
+@checks.on(2)
+@checks.on(4)
+def a_step_clips_by_the_norm_of_the_whole_model(folder: Path) -> None:
     ranks = dist.get_world_size()
     for number, case in enumerate(case for case, (needed, _) in STEP_CASES.items() if needed == ranks):
         # GPT-2 has fused layers, and a weight that two stages share.
@@ -130,14 +122,6 @@ def check_steps(folder: Path) -> None:
         check_step(theirs, "gpt2", "tp2", folder)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_step_clips_by_the_norm_of_the_whole_model(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, check_steps, tmp_path)
-
-
-# Before the step -----------------------------------------------------------------------------------------------------
-
-
 CASES: dict[str, dict[str, Any]] = {
     f"{layout} {precision['precision']}": options | precision
     for layout, options in (("tp2", dict(tp_size=2, pp_size=1)), ("pp2", dict(tp_size=1, **PIPELINE)))
@@ -146,7 +130,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def trained(run: Trained) -> dict[str, tuple[Any, Any]]:
-    """The parameters with gradients, and their masters."""
     masters = getattr(run.optimizer, "working_to_master_map", {})
     named = run.model.unwrap().named_parameters()
     return {name: (each, masters.get(each, each)) for name, each in named if each.grad is not None}
@@ -161,7 +144,6 @@ def scale_of(run: Trained) -> float:
 
 
 def step_with(run: Trained, what: str, expected: dict[str, Tensor]) -> None:
-    """Step with gradients that must be ``expected``."""
     pairs, tolerance = trained(run), 1e-5 if run.plugin.precision == "fp32" else 1e-2
     found = gradients(run)
     for name in pairs:
@@ -175,7 +157,12 @@ def step_with(run: Trained, what: str, expected: dict[str, Tensor]) -> None:
         )
 
 
-def check(make_plugin: Any, name: str, cases: list[str], folder: Path) -> None:
+@checks.on(2, ours, "gpt2", list(CASES))
+@checks.on(2, ours, "vit", ["tp2 fp16", "pp2 fp32"])
+@checks.on(2, theirs, "gpt2", ["tp2 fp32", "pp2 bf16"])
+def clipping_before_the_step_is_that_of_one_process(
+    make_plugin: Any, name: str, cases: list[str], folder: Path
+) -> None:
     norm, change = train_alone(name)
     assert norm > 10 * MAX_NORM
     for case in cases:
@@ -216,7 +203,8 @@ def check(make_plugin: Any, name: str, cases: list[str], folder: Path) -> None:
             assert all(torch.equal(master, value) for master, value in masters.values()), what
 
 
-def check_moved_units() -> None:
+@checks.on(2)
+def clipping_after_units_moved() -> None:
     """Clip after units were permanently re-sharded, in bf16."""
     norms = []
     for own in (True, False):
@@ -235,7 +223,8 @@ def check_moved_units() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
-def check_refused() -> None:
+@checks.on(2)
+def clipping_shards_is_refused() -> None:
     """Colossal-AI's ZeRO optimizer does not clip before the step."""
     options = dict(tp_size=1, precision="bf16", zero_stage=1)
     for plugin in (theirs(**options), ours(**options, fp8_communication=True)):
@@ -245,13 +234,4 @@ def check_refused() -> None:
                 clip(MAX_NORM)
 
 
-def check_all(folder: Path) -> None:
-    check(ours, "gpt2", list(CASES), folder)
-    check(ours, "vit", list(CASES) if IS_THOROUGH else ["tp2 fp16", "pp2 fp32"], folder)
-    check(theirs, "gpt2", ["tp2 fp32", "pp2 bf16"], folder)
-    check_moved_units()
-    check_refused()
-
-
-def test_clipping_before_the_step_is_that_of_one_process(tmp_path: Path) -> None:
-    run_ranks(2, check_all, tmp_path)
+test_on_ranks = checks.test()

@@ -21,7 +21,6 @@ PLAIN = [str(SCRIPT)]
 
 
 def torchrun(folder: Path, *command: str) -> tuple[int, str]:
-    """The exit status, and what was written to standard error; in new interpreters if thorough."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     popen: Any = subprocess.Popen if IS_THOROUGH else ForkedPopen
@@ -33,7 +32,6 @@ def torchrun(folder: Path, *command: str) -> tuple[int, str]:
 
 
 def watched(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], int, str]:
-    """The findings of the last report, the exit status, and what was written to standard error."""
     found = folder / "found.json"
     command = ["-m", "colossal_hetero.doctor", "--after", "1000", "--json", str(found), *PLAIN]
     status, errors = torchrun(folder, *command, *arguments)
@@ -63,7 +61,7 @@ def test_the_slow_rank_is_named_and_the_script_runs_as_without_the_doctor(
 ) -> None:
     if fault == "quota" and not can_limit():
         pytest.skip("CPU control groups are not writable")
-    size = ("--iterations", "160") if IS_THOROUGH else ("--iterations", "110", "--width", "64")
+    size = ("--iterations", "160") if IS_THOROUGH else ("--iterations", "110", "--width", "64", "--batch", "32")
     options = ("--way", way, "--fault", fault, "--slow", str(slow), *size)
     findings, status, errors = watched(tmp_path, *options)
     assert status == 0, errors

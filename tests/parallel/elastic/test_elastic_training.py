@@ -49,7 +49,6 @@ def check(
     warned: Mapping[int, int],
     **options: Any,
 ) -> Outcome:
-    """Run a job, and compare what it has trained."""
     outcome = run_job(nodes, STEPS, kills, joins, warned, **options)
     assert outcome.errors == []
     assert {number for number, code in outcome.ended.items() if code} == set(kills)
@@ -75,24 +74,6 @@ def test_members_die_and_join(kills: Mapping[int, Kill], changes: list[tuple[int
     assert (False, 1) in repeated  # by those that had begun another iteration when the member was lost
     (joined,) = (start for start in outcome.starts if start.step)
     assert joined.received_bytes > 0
-
-
-@pytest.mark.parametrize("phase", ["formed", "moving", "moved"] if IS_THOROUGH else ["moving", "moved"])
-def test_a_member_dies_while_another_joins(phase: str, tmp_path: Path) -> None:
-    """The others and the newcomer go on."""
-
-    def at_message(_: int, kind: str, content: list[Any]) -> None:
-        if kind == "step" and content[0] == 3 and len(job.members) == 3:
-            job.doom(1, phase)
-            job.start("small-2")
-
-    with Job(STEPS, joins=(3,), dooms=tmp_path) as job:
-        for node in ["big-0", "small-0", "small-1"]:
-            job.start(node)
-        outcome = job.run(at_message)
-    assert outcome.errors == [] and len(outcome.parameters) == 3
-    assert {number for number, code in outcome.ended.items() if code} == {1}
-    check_parameters(outcome.parameters, STEPS)
 
 
 def test_a_member_that_is_warned_hands_over_what_only_it_holds() -> None:
@@ -123,7 +104,6 @@ def test_nobody_waits_for_the_file_of_a_member_that_is_lost(dead: int, tmp_path:
 
 
 def train_with_spares(kill: Kill | None, told: Any) -> None:
-    """The script of members, of which at most three train."""
     train(STEPS, kill, None, (), told, ElasticConfig(**QUICK, max_members=3))
 
 
@@ -154,7 +134,6 @@ FROZEN_STEPS = 16
 
 
 def train_slowly(told: Any) -> None:
-    """The script of members that take a while for each step."""
     train(FROZEN_STEPS, None, None, (), told, after_step=lambda *_: time.sleep(0.1))
 
 
@@ -185,7 +164,6 @@ def test_a_process_that_comes_too_late_ends() -> None:
 
 
 def train_and_fail(told: Any) -> None:
-    """The script of members, in which the third step always fails as if a connection was lost."""
     commit = ReplicaGradients.commit
 
     def failing(gradients: ReplicaGradients, *args: Any) -> Any:
@@ -217,12 +195,11 @@ ZERO = dict(zero_stage=1, topology=cluster(BIG_NODES), min_replicas=4)
     [
         # One after the other, down to a single member, which holds everything.
         ({1: Kill(2, "gathering"), 3: Kill(4, "sums"), 0: Kill(6, "gathered")}, {}, {}),
-        ({0: Kill(2, "forward"), 1: Kill(5, "after commit")}, {"big-4": 3}, {}),
         ({2: Kill(2, "backward"), 0: Kill(5, "before commit")}, {"big-4": 3}, {1: 7}),
         # It joins while the others have made the step, and it begins behind this step.
         ({1: Kill(2, "gathering")}, {"big-4": 2}, {2: 5}),
     ],
-    ids=["to one member", "forward and commit", "backward, commit, warned", "joins in a step"],
+    ids=["to one member", "backward, commit, warned", "joins in a step"],
 )
 def test_any_member_of_a_zero_group_may_be_lost(
     kills: Mapping[int, Kill], joins: Mapping[str, int], warned: Mapping[int, int]
@@ -281,15 +258,12 @@ def test_a_member_that_misses_the_commit_makes_the_step_alone(zero_stage: int) -
     check_parameters(outcome.parameters, STEPS)
 
 
-@pytest.mark.parametrize("nodes", [("big-0", "small-0", "small-1"), ("big-0", "small-0", "small-1", "small-2")])
-def test_zero_in_replicas_of_unequal_depth(nodes: Sequence[str]) -> None:
-    check(nodes, {1: Kill(3, "gathering")}, {"big-1": 6}, {}, zero_stage=1)
+def test_zero_in_replicas_of_unequal_depth() -> None:
+    check(["big-0", "small-0", "small-1", "small-2"], {1: Kill(3, "gathering")}, {"big-1": 6}, {}, zero_stage=1)
 
 
 def test_two_neighbors_lost_at_once_are_named_and_a_new_job_continues_from_the_checkpoint(tmp_path: Path) -> None:
-    """Shard 1 of 4 is on the first two members; of members 0 and 2 the others have everything."""
-    kills = {0: Kill(5, "backward"), 2: Kill(5, "backward")}
-    check(BIG_NODES[:4], kills, {}, {}, **ZERO)
+    """Shard 1 of 4 is on the first two members."""
     kills = {0: Kill(5, "backward"), 1: Kill(5, "backward")}
     outcome = run_job(BIG_NODES[:4], STEPS, kills, folder=tmp_path, **ZERO)
     assert len(outcome.errors) == 2
@@ -319,8 +293,6 @@ def gpt2_with_empty_buffer() -> nn.Module:
 
 
 def train_and_evaluate(kill: Kill | None, told: Any) -> None:
-    """The script of members that evaluate after each step, each the same batches."""
-
     def evaluate(booster: Booster, model: Any) -> None:
         model.eval()
         with torch.no_grad():

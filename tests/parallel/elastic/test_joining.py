@@ -42,12 +42,10 @@ from tests.support.random_examples import IS_THOROUGH
 
 
 def train_together(told: Any) -> None:
-    """The script of members that wait for two at the start."""
     train(STEPS, None, None, (), told, ElasticConfig(**QUICK, start_seconds=60.0, max_members=2))
 
 
 def wait_until_counted(job: Job) -> None:
-    """Until the first member waits for others."""
     while not job._server.check(["elastic/test/counted/started"]):
         time.sleep(0.05)
 
@@ -124,13 +122,11 @@ def test_all_members_say_what_is_missing_if_nobody_comes() -> None:
 
 
 def only_big() -> ModelProfile:
-    """The profile without times of small devices."""
     whole = profile()
     return whole.model_copy(update={"times": tuple(each for each in whole.times if each.device == "big")})
 
 
 def train_with_big(told: Any) -> None:
-    """The script of members whose profile has big devices only."""
     with patch.object(elastic_jobs, "profile", only_big):
         train(STEPS, None, None, (), told, ElasticConfig(**QUICK))
 
@@ -168,8 +164,6 @@ def test_all_members_are_warned_at_once(tmp_path: Path) -> None:
 
 
 def train_and_save(folder: Path, kill: Kill | None, told: Any) -> None:
-    """The script of members that save with the booster at the end."""
-
     def save(booster: Booster, model: Any, optimizer: Any) -> None:
         booster.save_model(model, str(folder / "model"), shard=True)
         booster.save_optimizer(optimizer, str(folder / "optimizer"), shard=True)

@@ -146,7 +146,7 @@ def test_all_processes_get_sigterm(tmp_path: Path) -> None:
 
 def train_again(memory: Path, kill: Kill | None, told: Any) -> None:
     """The script of a member of a job with a store."""
-    elastic = ElasticConfig(recovery="restart", memory=memory, max_members=3, dead_seconds=1.0, last_call_seconds=2.0)
+    elastic = ElasticConfig(recovery="restart", memory=memory, max_members=3, dead_seconds=3.0, last_call_seconds=2.0)
     train(STEPS, kill, None, (), told, elastic)
 
 

@@ -39,7 +39,6 @@ def images(number: int, size: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_in_a_pipeline(name: str, size: int = 6, **options: Any) -> None:
-    """Train as one process does."""
     run = boost(HeteroHybridParallelPlugin(precision="fp32", **options), make_model(name), sgd)
     alone = make_model(name)
     expected = train_alone(alone, sgd(alone), [images(number, size) for number in range(3)])

@@ -4,7 +4,6 @@ dropout inside of blocks, and with trained parameters inside of them."""
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,7 +25,7 @@ from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_layout import UnitRange
 from colossal_hetero.layers.workload import Surrounded
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import plan_of
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, UNLIKE_THE_UNSHARDED_MODEL, allow_cpu, family_loss
 from tests.support.random_examples import IS_THOROUGH
@@ -42,10 +41,10 @@ from tests.support.sharding import (
     shard,
 )
 
+checks = Checks()
+
 
 class NoOptimizer:
-    """Nothing is kept of parameters."""
-
     obstacle = None
 
     def prepare(self) -> None: ...
@@ -77,7 +76,6 @@ class Migration:
             yield partial(self._migrate, "block", number % 2, for_good=True)
 
     def finish(self) -> None:
-        """Assert that this rank sent messages since the plan was changed."""
         assert sum(sent.messages for sent in self._transport.sent.values()) > 0, f"{self._method} sent nothing"
 
     def _migrate(self, method: str, sender: int, model: nn.Module, for_good: bool = False) -> Callable[[], None] | None:
@@ -116,25 +114,16 @@ class Migration:
         return blocks
 
 
-def on_both_ranks(check: Callable[[str, int], Any], expected: dict[str, Any]) -> None:
-    """Assert that ``check(family, number)`` returns what is ``expected``, on two processes for all families."""
-    present = [name for name in expected if name in BUILDERS]
-    for rank, outcome in enumerate(run_ranks(2, _outcomes, check, present)):
-        failures = {name: found for name, found in outcome.items() if found != expected[name]}
-        assert not failures, "\n".join(f"{name}, rank {rank}:\n{found}" for name, found in failures.items())
-
-
-def _outcomes(check: Callable[[str, int], Any], names: list[str]) -> dict[str, Any]:
-    """What the check returns for each family, or a traceback."""
-    results: dict[str, Any] = {}
+def check_each(check: Callable[[str, int], Any], expected: dict[str, Any]) -> None:
+    """Assert that ``check(family, number)`` returns what is ``expected``."""
     allow_cpu()
-    for number, name in enumerate(names):
+    for number, name in enumerate(name for name in expected if name in BUILDERS):
         torch.manual_seed(0)
         try:
-            results[name] = check(name, number)
-        except Exception:
-            results[name] = traceback.format_exc()
-    return results
+            assert check(name, number) == expected[name]
+        except Exception as error:
+            error.add_note(f"in {name}")
+            raise
 
 
 def _layers(loose: int, columns: int, rows: int, head: int = 1, fused: int = 0) -> tuple[dict[str, int], int, int]:
@@ -181,9 +170,10 @@ def check_family(name: str, number: int) -> tuple[dict[str, int], int, int]:
     return parallel_layer_counts(sharded), migration.loose, migration.immovable
 
 
-def test_loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
+@checks.on(2)
+def loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
     assert set(FAMILIES) >= set(BUILDERS)
-    on_both_ranks(check_family, FAMILIES)
+    check_each(check_family, FAMILIES)
 
 
 PROBABILITY = 0.3
@@ -237,8 +227,9 @@ def check_dropout(name: str, number: int) -> int:
     return attached
 
 
-def test_families_with_dropout_compute_the_same_as_their_unsharded_model_with_the_same_masks() -> None:
-    on_both_ranks(check_dropout, DROPOUTS)
+@checks.on(2)
+def families_with_dropout_compute_the_same_as_their_unsharded_model_with_the_same_masks() -> None:
+    check_each(check_dropout, DROPOUTS)
 
 
 SLOPES: dict[str, dict[str, Any]] = {
@@ -265,5 +256,9 @@ def check_slopes(name: str, number: int) -> None:
     migration.finish()
 
 
-def test_partial_gradients_of_families_are_summed() -> None:
-    on_both_ranks(check_slopes, dict.fromkeys([*SLOPES, "sam"]))
+@checks.on(2)
+def partial_gradients_of_families_are_summed() -> None:
+    check_each(check_slopes, dict.fromkeys([*SLOPES, "sam"]))
+
+
+test_on_ranks = checks.test()

@@ -174,7 +174,6 @@ def reference(kind: str, slow: set[int], imputation: str, seed: int, before: dic
 @checks.on(2)
 @checks.on(3)
 def a_resized_layer_equals_a_dense_layer_with_masked_columns() -> None:
-    """Each rank alone and all ranks prune."""
     rank, world = dist.get_rank(), dist.get_world_size()
     slow_ranks = [{r} for r in range(world)] + [set(range(world))]
     for number, (kind, imputation) in enumerate(product(KINDS, ("zero", "average", "same"))):

@@ -53,7 +53,6 @@ def plans(ranks: int) -> Iterator[BalancePlan]:
 
 
 def run_with(method: str = "block", depth: int = 2, plan: BalancePlan | None = None, mode: str = "migrate") -> Trained:
-    """A tiny vision transformer on all ranks as one tensor-parallel group, which follows ``plan``."""
     run = migrating_run(method, (), tiny_vit(depth=depth), choices=dict(mode=mode), tp_size=dist.get_world_size())
     if plan is not None:
         run.plugin.balancer.follow(plan)

@@ -111,14 +111,12 @@ Alone = tuple[list[float], dict[str, Tensor]]
 
 
 def alone(name: str, parts: int = 1) -> Alone:
-    """Losses and final values of one process."""
     model = MODELS[name]().double().train()
     losses = train_in_parts(model, [sgd(model)], lambda loss: loss.backward(), STEPS, parts)
     return losses, dict(model.named_parameters())
 
 
 def assert_equal(run: Trained, losses: list[float], expected: Alone, what: str) -> None:
-    """Assert equal losses, and equal values of what each rank has whole."""
     assert losses == pytest.approx(expected[0], rel=1e-10), what
     for name, value in run.model.unwrap().named_parameters():
         if value.shape == expected[1][name].shape:
@@ -166,8 +164,6 @@ def colossalais_plugin_with_our_policy_trains_like_one_process() -> None:
 
 
 class Scales(nn.Module):
-    """An activation with a scale for each feature."""
-
     def __init__(self, features: int) -> None:
         super().__init__()
         self.scales = nn.Parameter(torch.ones(features))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -21,12 +22,9 @@ from colossal_hetero.common.ranks import is_lost_connection
 from colossal_hetero.data_parallel import attach
 from tests.support import zero_runs
 from tests.support.harness import answer, errors_of_the_others, run_ranks, start_ranks
-from tests.support.limited import map_large_tensors
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import boost, ours, scripted, train
 from tests.support.zero_runs import Numbered, assert_trained, boosted, fit, global_batches, make_model, unmeasured
-
-# Memory -------------------------------------------------------------------------------------------------------------
 
 
 class Limited(torch.autograd.Function):
@@ -50,21 +48,11 @@ class Limited(torch.autograd.Function):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
 
-class LimitedNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_model()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return Limited.apply(self.net(inputs))
-
-
 stored_outside = attach.stored_outside
 
 
 @contextmanager
 def noticed(model: nn.Module) -> Any:
-    """The real block, which the simulated limit notices."""
     with stored_outside(model):
         Limited.outside = True
         yield
@@ -77,7 +65,9 @@ def train_on(failing: int, stages: tuple[int, ...] = (0, 1, 2), phase: str = "fo
     with patch.object(attach, "stored_outside", noticed), patch.object(attach, "MIN_BYTES", 1):
         for stage in stages:
             Limited.phase = ""
-            run = boosted(stage, LimitedNet(), division=[[3, 2], [1, 2]])
+            model = make_model()
+            model.register_forward_hook(lambda _, __, outputs: Limited.apply(outputs))
+            run = boosted(stage, model, division=[[3, 2], [1, 2]])
             Limited.phase, Limited.largest = (phase, 1) if dist.get_rank() == failing else ("", 0)
             trained.append(run.fit())
     return trained
@@ -102,8 +92,6 @@ def test_otherwise_all_ranks_end_and_words_say_why(stage: int, phase: str) -> No
 
 
 class Wide(nn.Module):
-    """Activations of 4 MB per sample."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -127,9 +115,14 @@ def train_within(room: int | None) -> torch.Tensor:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of glibc's ``mallopt``
+
+
 @unmeasured
 def train_with_and_without_a_limit() -> None:
-    map_large_tensors()
+    # Each tensor of 64 kB or more is mapped separately, so that the address space contains only tensors in use.
+    mallopt = ctypes.CDLL(None).mallopt
+    assert mallopt(M_MMAP_THRESHOLD, 65536) and mallopt(M_TRIM_THRESHOLD, 65536) and mallopt(M_ARENA_MAX, 1)
     expected = train_within(None)
     with patch.object(attach.OutOfMemoryGuard, "_tell") as told:
         actual = train_within(20 << 20)
@@ -140,9 +133,6 @@ def train_with_and_without_a_limit() -> None:
 def test_a_real_limit() -> None:
     """A micro-batch of 8 samples needs 34 MB of activations, of which 20 MB can be mapped."""
     run_ranks(1, train_with_and_without_a_limit)
-
-
-# Ranks that end -----------------------------------------------------------------------------------------------------
 
 
 STAGES, RANKS = (0, 1, 3), 3
@@ -177,7 +167,6 @@ def train_until_killed(stage: int, victim: int, place: str) -> None:
 
 
 def measure_until_killed(stage: int, victim: int, place: str) -> None:
-    """The rank ``victim`` ends while it measures."""
     steps = 0
 
     def step(model: nn.Module, criterion: Callable, batch: Any) -> torch.Tensor:

@@ -45,7 +45,6 @@ def logits_of(model: nn.Module) -> Tensor:
 
 @unmeasured
 def train(division: list[list[int]], tp_size: int = 1, clip: float = 0.0, **options: Any) -> Tensor:
-    """The logits of all samples after training."""
     batches = BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7)
     plugin = HeteroHybridParallelPlugin(tp_size, 1, batches=batches, **(dict(precision="fp32") | options))
     loader, model = plugin.prepare_dataloader(Images()), tiny_vit()
@@ -123,9 +122,6 @@ def options_that_cannot_be_combined_are_refused() -> None:
         HeteroHybridParallelPlugin(**usual, batches=8)  # type: ignore[arg-type]
 
 
-# Loaders ------------------------------------------------------------------------------------------------------------
-
-
 SIZE, EIGHT = 51, 8
 KINDS = ("even", "planned", "unequal", "uneven", "ZeRO")
 
@@ -155,7 +151,6 @@ def loader_of(kind: str, seed: int | None, batch_size: int | None = None) -> Any
 
 
 def draw(loader: Any, stop: int | None = None) -> list[list[int]]:
-    """The samples of this rank in each global batch of epoch 3, as the loop of the documentation draws them."""
     loader.set_epoch(3)
     found = []
     for batch in loader:

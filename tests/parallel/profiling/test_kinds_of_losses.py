@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from colossal_hetero.data_parallel.loader import make_loader
 from colossal_hetero.data_parallel.loss_weights import require_mean_over_samples, samples_in
 from colossal_hetero.profiling.loss_check import check_loss
 from colossal_hetero.profiling.training_step import TrainingStep, TrialRun, default_training_step
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
+
+checks = Checks()
 
 CLASSES, WIDTH = 5, 6
 
@@ -49,27 +50,16 @@ def classified(index: int, generator: torch.Generator) -> Any:
 
 
 def in_order(index: int, generator: torch.Generator) -> Any:
-    """The classes in order, as in a folder of images."""
     return numbers(generator, WIDTH), index // 18
 
 
-def map_of_pixels(ignored: int | None, equally_many: bool = False) -> Make:
+def map_of_pixels(equally_many: bool) -> Make:
     def make(index: int, generator: torch.Generator) -> Any:
         labels = torch.randint(CLASSES, (4, 4), generator=generator)
-        if ignored is not None:
-            labels.flatten()[: 3 if equally_many else index % 13] = ignored
+        labels.flatten()[: 3 if equally_many else index % 13] = 255
         return numbers(generator, 2, 4, 4), labels
 
     return make
-
-
-def translated(index: int, generator: torch.Generator) -> Any:
-    n = length(index)
-    return numbers(generator, n, WIDTH), torch.randint(1, CLASSES, (n,), generator=generator)
-
-
-def padded(samples: list[Any]) -> Any:
-    return tuple(pad_sequence(part, batch_first=True) for part in zip(*samples, strict=True))
 
 
 def masked(index: int, generator: torch.Generator) -> Any:
@@ -120,10 +110,6 @@ def in_training_only(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     return default_training_step(model, criterion, batch)
 
 
-def translation(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
-
-
 class Case(NamedTuple):
     name: str
     samples: Make
@@ -139,23 +125,17 @@ def weighing(*weights: float) -> nn.CrossEntropyLoss:
 
 
 WITHOUT_255 = nn.CrossEntropyLoss(ignore_index=255)
-MILD = torch.tensor([1, 1, 1.5, 1.5, 2])
 ASKS = "is not the mean of their losses"
 UNKNOWN = "cannot be found out"
 CASES = [
     Case("classes", classified, "samples"),
     Case("a loss in training mode only", classified, "samples", step=in_training_only),
-    Case("mild class weights", classified, ASKS, nn.CrossEntropyLoss(MILD)),
-    Case("class weights in order", in_order, ASKS, weighing(1.0, 1.0, 3.0, 3.0, 9.0)),
+    Case("mild class weights", in_order, ASKS, nn.CrossEntropyLoss(torch.tensor([1, 1, 1.5, 1.5, 2]))),
     Case("equal class weights", classified, "samples", weighing(*[3.0] * 5)),
-    Case("class weights in a function", classified, ASKS, lambda out, y: cross_entropy(out, y, weight=MILD)),
     Case("a class that is hardly seen", lambda i, g: (numbers(g, WIDTH), 1), UNKNOWN, weighing(9.0, *[1.0] * 4)),
-    Case("pixels", map_of_pixels(None), "samples", model=pixels),
-    Case("pixels without 255", map_of_pixels(255), ASKS, WITHOUT_255, pixels),
-    Case("pixels without -100", map_of_pixels(-100), ASKS, model=pixels),
-    Case("equally many pixels are left out", map_of_pixels(255, True), UNKNOWN, WITHOUT_255, pixels),
+    Case("pixels without 255", map_of_pixels(False), ASKS, WITHOUT_255, pixels),
+    Case("equally many pixels are left out", map_of_pixels(True), UNKNOWN, WITHOUT_255, pixels),
     Case("samples without a label", some_ignored, ASKS),
-    Case("translation", translated, ASKS, translation, collate=padded),
     Case("masked regression", masked, ASKS, step=regression, model=lambda: linear(1)),
     Case("contrastive", classified, ASKS, step=contrastive, model=linear),
     Case("random noise", classified, "differs from pass to pass", step=random_noise),
@@ -184,23 +164,18 @@ def answer(trial: TrialRun, precision: str) -> str:
         return str(error)
 
 
-def find_each() -> list[str]:
-    wrong = []
+@checks.on(2)
+def what_each_loss_is_a_mean_over_is_found() -> None:
     for case in CASES:
         for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             trial = trial_of(case, dtype)
             before = [parameter.detach().clone() for parameter in trial.model.parameters()]
             found = answer(trial, precision)
-            if case.expected not in found:
-                wrong.append(f"{case.name} ({precision}): {found}")
-            if not all(map(torch.equal, before, trial.model.parameters())):
-                wrong.append(f"{case.name}: parameters changed")
-    return wrong
+            assert case.expected in found, f"{case.name} ({precision}): {found}"
+            assert all(map(torch.equal, before, trial.model.parameters())), f"{case.name}: parameters changed"
 
 
 def over_all_ranks(count: Callable[[Tensor], Tensor]) -> TrainingStep:
-    """The loss is divided by a count of all ranks."""
-
     def step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
         x, y = batch
         total = count(torch.tensor(float(len(y))))
@@ -214,12 +189,6 @@ def by_all_reduce(count: Tensor) -> Tensor:
     return count
 
 
-def by_all_gather(count: Tensor) -> Tensor:
-    every = [torch.zeros(()) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, count)
-    return torch.stack(every).sum()
-
-
 def by_objects(count: Tensor) -> Tensor:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, int(count))
@@ -227,7 +196,6 @@ def by_objects(count: Tensor) -> Tensor:
 
 
 def with_a_log(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
-    """The loss of this rank; a sum over ranks is for a log only."""
     loss = default_training_step(model, criterion, batch)
     by_all_reduce(loss.detach().clone())
     return loss
@@ -245,13 +213,10 @@ def step_of_counting(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     return model(*batch)["loss"]
 
 
-def ask_other_ranks() -> None:
+@checks.on(2)
+def losses_that_depend_on_other_ranks_are_refused() -> None:
     world, words = range(dist.get_world_size()), "depends on a value that {} combines over ranks"
-    for count, name in (
-        (by_all_reduce, "all_reduce"),
-        (by_all_gather, "all_gather"),
-        (by_objects, "all_gather_object"),
-    ):
+    for count, name in ((by_all_reduce, "all_reduce"), (by_objects, "all_gather_object")):
         trial = trial_of(Case("count", classified, "", step=over_all_ranks(count), model=linear))
         with pytest.raises(ValueError, match=words.format(name)):
             check_loss(trial, world)
@@ -286,7 +251,8 @@ def fails(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     raise KeyError("labels")
 
 
-def find_multiples() -> None:
+@checks.on(2)
+def a_step_may_need_several_samples_at_once() -> None:
     world = range(dist.get_world_size())
     for step, multiple, weight in (
         (default_training_step, 1, "samples"),
@@ -307,7 +273,18 @@ def leaving_out(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate([sample for sample in samples if sample[1] not in (0, 3)])
 
 
-def find_with_samples_left_out() -> None:
+def ragged(index: int, generator: torch.Generator) -> Any:
+    return numbers(generator, length(index), WIDTH), index % CLASSES
+
+
+def packed(samples: list[Any]) -> Any:
+    """All sequences in one tensor, the length of each, and the labels."""
+    sequences, labels = zip(*samples, strict=True)
+    return torch.cat(sequences), torch.tensor([len(each) for each in sequences]), torch.tensor(labels)
+
+
+@checks.on(2)
+def samples_that_a_batch_leaves_out_or_packs_are_counted() -> None:
     trial = trial_of(Case("left out", classified, "", collate=leaving_out))
     assert check_loss(trial, range(dist.get_world_size())) == 1
     assert trial.first == 1
@@ -315,16 +292,8 @@ def find_with_samples_left_out() -> None:
     count = samples_in(trial)
     assert count is not None and count(trial.batch(range(10))) == 6
     assert samples_in(trial_of(CASES[0])) is None
+    count = samples_in(trial := trial_of(Case("packed", ragged, "", collate=packed)))
+    assert count is not None and count(trial.batch(range(10))) == 10  # and not the number of rows
 
 
-def find_all() -> list[str]:
-    ask_other_ranks()
-    find_multiples()
-    find_with_samples_left_out()
-    return find_each()
-
-
-def test_kinds_of_losses() -> None:
-    """What a loss is a mean over, dependence on other ranks, samples that a step needs at once, samples left out."""
-    for wrong in run_ranks(2, find_all):
-        assert not wrong, "\n".join(wrong)
+test_on_ranks = checks.test()

@@ -18,9 +18,11 @@ from colossal_hetero.profiling.layer_profiler import profile_layers
 # isort: split
 from colossalai.shardformer import ShardConfig, ShardFormer
 
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.layer_profiles import times_of
 from tests.support.simulated_layers import Model, SimulatedClock, SlowSGD, batch, use_clock
+
+checks = Checks()
 
 
 def measure(model: nn.Module, clock: SimulatedClock, **options: Any) -> Any:
@@ -31,19 +33,14 @@ def measure(model: nn.Module, clock: SimulatedClock, **options: Any) -> Any:
         return profile_layers(model, batch(), F.cross_entropy, optimizer=partial(SlowSGD, clock=clock), **options)
 
 
-def at_quotas(quotas: list[float]) -> Any:
-    clock = SimulatedClock(quotas[dist.get_rank()])
-    return measure(Model(clock), clock)
-
-
-def test_ranks_with_similar_times_are_one_kind() -> None:
-    quotas = [1.0, 0.25, 0.96, 0.25]
-    results = run_ranks(4, at_quotas, quotas)
-    for measured in results:
-        assert measured.profile == results[0].profile
-        assert measured.devices == measured.profile.rank_devices == ("cpu", "cpu-2", "cpu", "cpu-2")
-        assert len(measured.memory_bytes) == 4
-    profile = results[0].profile
+@checks.on(4)
+def ranks_with_similar_times_are_one_kind() -> None:
+    clock = SimulatedClock([1.0, 0.25, 0.96, 0.25][dist.get_rank()])
+    measured = measure(Model(clock), clock)
+    profile = measured.profile
+    assert of_all_ranks(profile) == [profile] * 4
+    assert measured.devices == profile.rank_devices == ("cpu", "cpu-2", "cpu", "cpu-2")
+    assert len(measured.memory_bytes) == 4
     assert profile.devices == ("cpu", "cpu-2")
     assert times_of(profile, "cpu", 1, 1).forward_seconds[1] == pytest.approx(0.003 * (1 + 1 / 0.96) / 2, rel=0.05)
     assert times_of(profile, "cpu-2", 1, 1).forward_seconds[1] == pytest.approx(0.012, rel=0.1)
@@ -51,8 +48,6 @@ def test_ranks_with_similar_times_are_one_kind() -> None:
 
 
 class Summed(nn.Module):
-    """A block that sums its output over all ranks."""
-
     def __init__(self, clock: SimulatedClock, *seconds: float) -> None:
         super().__init__()
         self.inner = Model(clock, blocks=(seconds,)).blocks[0]
@@ -73,21 +68,25 @@ class Sum(torch.autograd.Function):
         return gradient
 
 
-def sharded(quotas: list[float]) -> Any:
-    clock = SimulatedClock(quotas[dist.get_rank()])
-    return measure(Model(clock, block=Summed), clock, tensor_parallel=2, group=dist.group.WORLD)
+@checks.on(2)
+def layers_that_communicate_are_measured_together() -> None:
+    clock = SimulatedClock([1.0, 0.5][dist.get_rank()])
+    profile = measure(Model(clock, block=Summed), clock, tensor_parallel=2, group=dist.group.WORLD).profile
+    assert of_all_ranks(profile) == [profile] * 2
+    assert profile.rank_devices == ("cpu", "cpu")
+    assert profile.tensor_parallel_degrees("cpu") == (2,) and profile.sizes[0].tensor_parallel == 2
+    # The profile has the times of the slowest rank. The simulated clock does not count waiting in collectives.
+    assert times_of(profile, "cpu", 2, 2).forward_seconds[1] == pytest.approx(2 * 0.006, rel=0.2)
 
 
-def fails_on_one() -> str:
+@checks.on(2)
+def a_failure_on_one_rank_is_raised_on_all() -> None:
     clock = SimulatedClock()
     model = Model(clock)
     if dist.get_rank() == 1:
         model.head.linear.weight.data = torch.zeros(2, 2)
-    try:
+    with pytest.raises(RuntimeError, match=r"(?s)^measuring layers failed on rank 1: RuntimeError: .*mat1 and mat2"):
         measure(model, clock)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
 
 
 def vision_transformer() -> nn.Module:
@@ -95,35 +94,16 @@ def vision_transformer() -> nn.Module:
     return VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=5)
 
 
-def shard_and_measure() -> Any:
+@checks.on(2)
+def a_real_model_is_measured_as_its_shards() -> None:
     config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=True)
     model, _ = ShardFormer(config).optimize(vision_transformer(), policy=TimmViTPolicy())
     images = torch.randn(2, 3, 8, 8), torch.arange(2)
     options: dict[str, Any] = {"tensor_parallel": 2, "group": dist.group.WORLD}
     before = [parameter.clone() for parameter in model.parameters()]
-    measured = profile_layers(model, images, F.cross_entropy, micro_batches=[1, 2], min_seconds=0.0, **options)
+    one = profile_layers(model, images, F.cross_entropy, micro_batches=[1, 2], min_seconds=0.0, **options).profile
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
-    return measured.profile
-
-
-def measure_all() -> tuple[Any, str, Any]:
-    return sharded([1.0, 0.5]), fails_on_one(), shard_and_measure()
-
-
-def test_layers_that_communicate_are_measured_together() -> None:
-    results = run_ranks(2, measure_all)
-    for _, words, _ in results:
-        assert words.startswith("measuring layers failed on rank 1: RuntimeError: ") and "mat1 and mat2 shapes" in words
-    (summed, _, one), (other_summed, _, other) = results
-    profile = summed.profile
-    assert other_summed.profile == profile
-    assert profile.rank_devices == ("cpu", "cpu")
-    assert profile.tensor_parallel_degrees("cpu") == (2,) and profile.sizes[0].tensor_parallel == 2
-    # The profile has the times of the slowest rank. The simulated clock does not count waiting in collectives.
-    assert times_of(profile, "cpu", 2, 2).forward_seconds[1] == pytest.approx(2 * 0.006, rel=0.2)
-    # A real model is measured as its shards.
-    assert one == other
-    images = torch.randn(2, 3, 8, 8), torch.arange(2)
+    assert of_all_ranks(one) == [one] * 2
     whole = profile_layers(vision_transformer(), images, F.cross_entropy, micro_batches=[1], min_seconds=0.0).profile
     own, all_of = one.sizes[0], whole.sizes[0]
     assert one.blocks == whole.blocks == 3 and own.tensor_parallel == 2
@@ -135,3 +115,6 @@ def test_layers_that_communicate_are_measured_together() -> None:
     assert own.parameter_bytes[0] == all_of.parameter_bytes[0]
     assert all_of.activation_bytes[1] / 2 < own.activation_bytes[1] < all_of.activation_bytes[1]
     assert own.output_bytes == all_of.output_bytes
+
+
+test_on_ranks = checks.test()

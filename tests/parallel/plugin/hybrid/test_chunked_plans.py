@@ -97,8 +97,6 @@ def plans_with_chunks_train_as_one_process_and_run_their_passes_in_order() -> No
 
 
 def check_evaluation(run: Any, plan: Plan, schedule: str) -> None:
-    """A batch is evaluated as in one process, or refused in words, and training goes on."""
-
     def evaluate(size: int) -> float:
         batch = images_and_labels(0, size)
         with torch.no_grad():
@@ -124,9 +122,6 @@ def replicas_of_plans_with_chunks_sum_their_gradients() -> None:
         plan = price_chunks(topology, profile(), ranks, schedule=schedule, bounds=bounds, **sizes)
         run = boost(planned(plan), tiny_vit(depth=plan.blocks), sgd)
         assert train_planned(run) == pytest.approx(train_alone(BLOCKS, 8)[0], rel=1e-5), schedule
-
-
-# More stages than a quick test can run ----------------------------------------------------------------------------
 
 
 def run_alone(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Pass]:

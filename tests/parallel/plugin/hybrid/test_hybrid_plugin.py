@@ -136,12 +136,7 @@ def buckets_hold_a_copy_of_the_gradients_without_a_pipeline(share: float) -> Non
     assert buckets == share * sum(each.numel() * each.element_size() for each in parameters)
 
 
-# Refused ---------------------------------------------------------------------------------------------------------
-
-
 class OtherModel(nn.Module):
-    """A model that is not a vision transformer, with one parallel layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(12, 18)

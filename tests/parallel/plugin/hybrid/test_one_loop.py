@@ -39,7 +39,6 @@ UNEQUAL = unequal_plan(make_plan([[[0]]], (2,), MICRO_BATCH, 1), make_plan([[[1]
 
 
 def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]) -> None:
-    """The same, bit for bit, as a loop over micro-batches with Colossal-AI's plugin."""
     plan = make_plan(rank_order, (2,))
     run = boost(planned(plan, max_norm=MAX_NORM, **options), make_optimizer=sgd)
     other = boost(theirs(tp_size=plan.tensor_parallel, max_norm=MAX_NORM, **options), make_optimizer=sgd)
@@ -170,7 +169,6 @@ def batches_may_be_any_mapping(plan: Plan) -> None:
 @checks.on(2)
 @unmeasured
 def uneven_batches_are_trained_with_the_same_loop() -> None:
-    """The loader divides the global batch."""
     plugin = HeteroHybridParallelPlugin(1, 1, precision="fp32", batches=BatchConfig(global_batch_size=7))
     images, labels = images_and_labels(0, 14)
     loader, booster = plugin.prepare_dataloader(TensorDataset(images, labels)), Booster(plugin=plugin)

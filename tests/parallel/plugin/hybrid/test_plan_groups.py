@@ -3,75 +3,25 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-import psutil
 import pytest
-import torch
 import torch.distributed as dist
 
 from colossal_hetero import PlanConfig
-from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network
+from colossal_hetero.planner.cluster.group_networks import Adapter, Network
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid import planned_mesh as groups
-from colossal_hetero.plugin.hybrid.planned_mesh import environment, make_group, ordered_group
+from colossal_hetero.plugin.hybrid.planned_mesh import make_group, ordered_group
 from tests.support.checks import Checks
-from tests.support.machines import Nodes, machines
 from tests.support.planned_runs import train_alone, train_planned
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import boost, sgd, tiny_vit
 
 checks = Checks()
-
-# Sockets ------------------------------------------------------------------------------------------------------------
-
-
-def addresses() -> dict[str, str]:
-    """The IPv4 address of each interface that is up."""
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found = {}
-    for name, given in psutil.net_if_addrs().items():
-        internet = [address.address for address in given if address.family == socket.AF_INET]
-        if name in up and internet:
-            found[name] = internet[0]
-    return found
-
-
-OTHERS = [name for name in addresses() if name != "lo"]
-
-
-def own_connections() -> set[tuple[str, int, str, int]]:
-    """Connections of this process, as (local address, local port, remote address, remote port)."""
-    found = psutil.Process().net_connections("tcp")
-    return {(*one.laddr, *one.raddr) for one in found if one.status == psutil.CONN_ESTABLISHED}
-
-
-@checks.on(4)
-def each_group_connects_over_its_own_interface() -> None:
-    """Two clusters of two CPU nodes, a stage in each: data-parallel groups connect over "RDMA", which is the loopback
-    here, and pipelines over "Ethernet", which is another interface."""
-    if not OTHERS:
-        return  # this machine has no interface besides the loopback
-    topology = machines(Nodes("RoCE", [1, 1]), Nodes("InfiniBand", [1, 1]), device="cpu")
-    loopback, before_all = Adapter(interface="lo"), dict(os.environ)
-    adapters = {"RoCE": loopback, "InfiniBand": loopback, "Ethernet": Adapter(interface=OTHERS[0])}
-    for ranks, interface in (((0, 1), "lo"), ((2, 3), "lo"), ((0, 2), OTHERS[0]), ((1, 3), OTHERS[0])):
-        network, before = group_network(topology, ranks), own_connections()
-        assert network.backend == "gloo"
-        group = make_group(ranks, network, adapters=adapters, new_group=ordered_group)
-        if dist.get_rank() not in ranks:
-            assert group is dist.GroupMember.NON_GROUP_MEMBER
-            continue
-        address = addresses()[interface]
-        assert {(own, peer) for own, _, peer, _ in own_connections() - before} == {(address, address)}
-        total = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(total, group=group)
-        assert total.item() == sum(ranks)
-    assert dict(os.environ) == before_all
 
 
 @checks.on(1)
@@ -99,17 +49,6 @@ def test_options_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pg_options" not in seen[2][2] and os.environ["NCCL_NET"] == "other"
 
 
-def test_the_environment_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SET_BEFORE", "1")
-    with pytest.raises(KeyError), environment({"SET_BEFORE": "2", "NOT_SET_BEFORE": "3"}):
-        assert (os.environ["SET_BEFORE"], os.environ["NOT_SET_BEFORE"]) == ("2", "3")
-        raise KeyError
-    assert os.environ["SET_BEFORE"] == "1" and "NOT_SET_BEFORE" not in os.environ
-
-
-# Planned runs -------------------------------------------------------------------------------------------------------
-
-
 PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3))
 """A plan in which each replica is in one node."""
 
@@ -127,7 +66,6 @@ def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "
 def check_interfaces(
     plan: Plan, topology: Topology, expected: dict[tuple[int, ...], str | None], trains: bool = False
 ) -> None:
-    """The network interface of each group of several ranks, by its ranks."""
     made: dict[tuple[int, ...], str | None] = {}
 
     def recorded(ranks: Sequence[int], **options: Any) -> Any:

@@ -24,7 +24,6 @@ from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS
 from tests.support import training
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.checks import Checks, of_all_ranks
-from tests.support.harness import run_ranks
 from tests.support.planned_runs import ITERATIONS, MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
 from tests.support.planning import boosted, make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
@@ -157,9 +156,6 @@ def check_shards(run: Trained, replicas: int) -> None:
     assert sum(each.numel() for each in kept) == pytest.approx(sum(own.values()) * 3 / replicas, rel=0.01)
 
 
-# The mesh, its data and its checkpoints -----------------------------------------------------------------------------
-
-
 @checks.on(4)
 def stages_of_a_replica_load_the_same_samples() -> None:
     plugin = planned(make_plan(CROSSED, (1, 3), MICRO_BATCH, MICRO_BATCHES))
@@ -189,12 +185,9 @@ def test_rank_0_is_in_the_first_replica_and_first_in_its_tensor_parallel_group(r
         assert as_launched(make_plan(rank_order, (1, 3))).rank_order == expected
 
 
-def check_round_trips(folder: Path) -> None:
-    for sharded, options in ((False, {}), (True, dict(precision="bf16", zero_stage=1))):
-        check_round_trip(folder / str(sharded), sharded, options)
-
-
-def check_round_trip(folder: Path, sharded: bool, options: dict[str, Any]) -> None:
+@checks.on(4, False, {})
+@checks.on(4, True, dict(precision="bf16", zero_stage=1))
+def checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], folder: Path) -> None:
     run = boosted(make_plan(CROSSED, (1, 3)), **options)
     train_planned(run, 2)
     saved = run.parameters
@@ -212,12 +205,8 @@ def check_round_trip(folder: Path, sharded: bool, options: dict[str, Any]) -> No
     assert_same_parameters(again.parameters, run.parameters, "training continued")
     elsewhere = load_checkpoint(boosted(make_plan(ascending, (3, 1)), seed=7, **options), folder, sharded)
     assert train_planned(elsewhere, 3, first=2) == pytest.approx(losses, rel=1e-5)
-
-
-def test_checkpoints_of_a_permuted_plan(tmp_path: Path) -> None:
-    run_ranks(4, check_round_trips, tmp_path)
     # The checkpoint is complete, and a model outside of any plugin can load it.
-    tiny_vit(depth=4).load_state_dict(torch.load(tmp_path / "False" / "model.pt", weights_only=True))
+    tiny_vit(depth=4).load_state_dict(torch.load(folder / "model.pt", weights_only=True))
 
 
 test_on_ranks = checks.test()

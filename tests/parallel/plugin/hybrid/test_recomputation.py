@@ -50,7 +50,6 @@ MODELS = unequal.MODELS | {each.__name__: each for each in (gpt2_with_dropout, l
 
 
 def recomputing(plan: Plan, stages: Collection[tuple[int, int]]) -> Plan:
-    """``plan`` in which these stages (replica, stage) recompute."""
     replicas = []
     for number, one in enumerate(plan.replicas):
         changed = (each.model_copy(update={"recompute": (number, k) in stages}) for k, each in enumerate(one.stages))

@@ -19,10 +19,13 @@ from torch.nn.functional import cross_entropy
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.layers import hetero_layers, hetero_policy
 from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
-from tests.support.harness import run_ranks
+from tests.support.checkpoints import load_checkpoint, save_checkpoint
+from tests.support.checks import Checks
 from tests.support.model_families import BUILDERS, Inputs, family_loss
 from tests.support.sharding import assert_same_as_unsharded, own_share, randomize, shard
 from tests.support.training import boost, pipeline_step, sgd, train_alone
+
+checks = Checks()
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 PIPELINES = (*DECODERS, "bert", *(("vit",) if IS_NEWER_THAN_COLOSSALAI else ()))
@@ -30,7 +33,9 @@ FAMILIES = (*PIPELINES, "t5", "whisper")
 STEPS = 3
 
 
-def divided() -> None:
+@checks.on(2)
+@checks.on(4)
+def divided_models_have_the_gradients_of_the_whole_ones() -> None:
     for family in FAMILIES:
         model, inputs = BUILDERS[family]()
         if dist.get_world_size() == 4 and family in ("gpt2", "vit"):
@@ -38,11 +43,6 @@ def divided() -> None:
         options = dict(policy=hetero_policy(TransformersPolicy(randomize(model))), make_vocab_size_divisible_by=16)
         sharded = assert_same_as_unsharded(model, family_loss(inputs), **options)
         assert hetero_layers(sharded), f"no layer of {family} is divided"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_divided_models_have_the_gradients_of_the_whole_ones(world_size: int) -> None:
-    run_ranks(world_size, divided)
 
 
 CONFIGURED: dict[str, dict[str, int]] = {
@@ -62,7 +62,10 @@ CONFIGURED: dict[str, dict[str, int]] = {
 TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
-def divided_as_configured() -> None:
+@checks.on(2)
+def models_divided_as_their_configuration_says_have_the_gradients_of_the_whole_ones() -> None:
+    if not IS_NEWER_THAN_COLOSSALAI:
+        return  # plans of configurations are used from transformers 5 on
     tokens = torch.randint(0, 128, (3, 6), generator=torch.Generator().manual_seed(1))
     sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8)
     for name, options in CONFIGURED.items():
@@ -74,12 +77,8 @@ def divided_as_configured() -> None:
             assert_same_as_unsharded(model, loss_of, make_vocab_size_divisible_by=16)
 
 
-@pytest.mark.skipif(not IS_NEWER_THAN_COLOSSALAI, reason="plans of configurations are used from transformers 5 on")
-def test_models_divided_as_their_configuration_says_have_the_gradients_of_the_whole_ones() -> None:
-    run_ranks(2, divided_as_configured)
-
-
-def refused() -> None:
+@checks.on(2)
+def what_cannot_be_divided_is_refused() -> None:
     sizes = dict(vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32))
     with pytest.raises(ValueError, match="has no plan that divides OPTForCausalLM over ranks; use tp_size=1"):
@@ -98,10 +97,6 @@ def refused() -> None:
             shard(mixtral, TransformersPolicy(mixtral))
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
-    run_ranks(2, refused)
-
-
 def deep(family: str, tied: bool) -> tuple[nn.Module, Inputs]:
     """A model of five blocks in fp64, and a batch of four samples."""
     model, inputs = BUILDERS[family]()
@@ -117,7 +112,6 @@ def deep(family: str, tied: bool) -> tuple[nn.Module, Inputs]:
 
 
 def loss_of(outputs: Any, inputs: Inputs) -> Tensor:
-    """In fp64: the models' own losses are fp32."""
     return cross_entropy(outputs["logits"].flatten(0, -2), inputs["labels"].flatten())
 
 
@@ -145,18 +139,19 @@ def trained(family: str, tied: bool, **options: Any) -> None:
 
 GRAPH = PipelineGraph(n_stage=2, n_micro=4, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=2, b_mem=-1, w_mem=-1)
 ZERO_BUBBLE = dict(pp_style="zbv", num_model_chunks=2, scheduler_nodes=GRAPH.get_v_schedule())
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "two stages": (2, dict(tp_size=1, pp_size=2)),
-    "three unequal stages": (3, dict(tp_size=1, pp_size=3, num_layers_per_stage=[1, 3, 1])),
-    "stages that are divided": (4, dict(tp_size=2, pp_size=2)),
-    "ZeRO, two stages": (4, dict(tp_size=1, pp_size=2, zero_stage=1)),
-    "zero bubble": (2, dict(tp_size=1, pp_size=2, **ZERO_BUBBLE)),
-    "two chunks a stage": (2, dict(tp_size=1, pp_size=2, pp_style="interleaved", num_model_chunks=2)),
-}
 
 
-def pipelines(options: dict[str, Any]) -> None:
-    for family, tied in [*((family, False) for family in PIPELINES), ("llama", True), ("gpt2", True), ("bert", True)]:
+@checks.on(2, dict(tp_size=1, pp_size=2))
+@checks.on(2, dict(tp_size=1, pp_size=2, **ZERO_BUBBLE))
+@checks.on(2, dict(tp_size=1, pp_size=2, pp_style="interleaved", num_model_chunks=2))
+@checks.on(3, dict(tp_size=1, pp_size=3, num_layers_per_stage=[1, 3, 1]))
+@checks.on(4, dict(tp_size=2, pp_size=2))
+@checks.on(4, dict(tp_size=1, pp_size=2, zero_stage=1))
+def pipelines_train_as_one_process(options: dict[str, Any]) -> None:
+    models = [("llama", False), ("gpt2", True), ("bert", True)]  # with ZeRO
+    if "zero_stage" not in options:
+        models = [*((family, False) for family in PIPELINES), ("llama", True), *models[1:]]
+    for family, tied in models:
         if family == "gpt2" and "scheduler_nodes" in options:
             with pytest.raises(ValueError, match=r"the zero-bubble schedule needs layers that .* GPT2LMHeadModel"):
                 trained(family, tied, **options)
@@ -164,13 +159,8 @@ def pipelines(options: dict[str, Any]) -> None:
             trained(family, tied, **options)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_pipelines_train_as_one_process(case: str) -> None:
-    world_size, options = CASES[case]
-    run_ranks(world_size, pipelines, options)
-
-
-def resumed(folder: Path) -> None:
+@checks.on(2)
+def checkpoints_are_read_again(folder: Path) -> None:
     """Colossal-AI reads what it saved with the ``torch.load`` of this version, which may read weights only."""
     for family, options in (("gpt2", dict(tp_size=2, pp_size=1)), ("llama", dict(tp_size=1, pp_size=2))):
         batch = deep(family, False)[1]
@@ -184,37 +174,22 @@ def resumed(folder: Path) -> None:
             return run, CosineAnnealingWarmupLR(run.optimizer.optim, 10, 2)
 
         def step(run: Any, scheduler: Any, batch: Inputs = batch) -> float | None:
-            if run.plugin.pp_size > 1:
-                loss = pipeline_step(run, iter([batch]), loss_of)
-            else:
-                tensor = loss_of(run.model(**batch), batch)
-                run.booster.backward(tensor, run.optimizer)
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-                loss = tensor.item()
+            loss = pipeline_step(run, iter([batch]), loss_of)
             scheduler.step()
             return loss
 
         run, scheduler = started()
         step(run, scheduler)
         for sharded in (False, True):
-            at = folder / f"{family}-{sharded}"
-            run.booster.save_model(run.model, str(at / "model"), shard=sharded)
-            run.booster.save_optimizer(run.optimizer, str(at / "optimizer"), shard=sharded)
-            run.booster.save_lr_scheduler(scheduler, str(at / "scheduler"))
+            save_checkpoint(run, folder / f"{family}-{sharded}", sharded)
+            run.booster.save_lr_scheduler(scheduler, str(folder / f"{family}-{sharded}" / "scheduler"))
         dist.barrier()
         expected = [step(run, scheduler) for _ in range(2)]
         for sharded in (False, True):
-            at = folder / f"{family}-{sharded}"
             again, scheduler = started()
-            again.booster.load_model(again.model, str(at / "model"))
-            again.booster.load_optimizer(again.optimizer, str(at / "optimizer"))
-            again.booster.load_lr_scheduler(scheduler, str(at / "scheduler"))
+            load_checkpoint(again, folder / f"{family}-{sharded}", sharded)
+            again.booster.load_lr_scheduler(scheduler, str(folder / f"{family}-{sharded}" / "scheduler"))
             assert [step(again, scheduler) for _ in range(2)] == expected, f"{family}, shard={sharded}"
 
 
-def test_checkpoints_are_read_again(tmp_path: Path) -> None:
-    for family in ("gpt2", "llama"):
-        for sharded in (False, True):
-            (tmp_path / f"{family}-{sharded}").mkdir()
-    run_ranks(2, resumed, tmp_path)
+test_on_ranks = checks.test()

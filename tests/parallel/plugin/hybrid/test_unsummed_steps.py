@@ -60,7 +60,6 @@ def check_refused(run: Trained, words: str = UNSUMMED) -> None:
 
 
 def check_as_alone(run: Trained, steps: list[list[int]], tolerance: float) -> None:
-    """The weights are those of one process that took these steps, each with the sum over its batches."""
     model = tiny_vit()
     optimizer = sgd(model)
     for numbers in steps:
@@ -96,9 +95,6 @@ def check_as_language_model_alone(run: Trained) -> nn.Module:
         expected = model.get_parameter(name)
         torch.testing.assert_close(value[: len(expected)], expected, rtol=1e-4, atol=1e-6, msg=name)
     return model
-
-
-# Passes inside no_sync ---------------------------------------------------------------------------------------------
 
 
 @checks.on(4)
@@ -141,9 +137,6 @@ def check_two_optimizers() -> None:
     run.booster.backward(loss(run, 1), second)
     for each in (run, other):
         finish(each)
-
-
-# Forward and backward passes that do not alternate -----------------------------------------------------------------
 
 
 def two_forward_passes(run: Trained) -> None:
@@ -208,8 +201,6 @@ def check_unused() -> None:
     check_refused(run, words)
 
 
-# Gradients that are summed twice -----------------------------------------------------------------------------------
-
 SEQUENCE = dict(
     enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", make_vocab_size_divisible_by=4
 )
@@ -253,9 +244,6 @@ def check_tied_twice() -> None:
     run.model.zero_grad()
     execute_both(run)
     check_as_language_model_alone(run)
-
-
-# Gradients in shards -----------------------------------------------------------------------------------------------
 
 
 @checks.on(2, dict(zero_stage=1))

@@ -35,11 +35,10 @@ from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
 from tests.support import training
 from tests.support.checks import Checks
-from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
 from tests.support.planned_runs import ZERO_BUBBLE
 from tests.support.training import assert_same_parameters, boost, ours, pipeline_step, sgd, theirs, tiny_vit
-from tests.support.zero_runs import boosted, unmeasured
+from tests.support.zero_runs import boosted, fit, unmeasured
 
 checks = Checks()
 ON = dict(overlap_communication=True, overlap_allgather=True)
@@ -94,7 +93,6 @@ def finished_late() -> Iterator[None]:
 
 
 def boosted_net(stage: int, optimizer_name: str, division: list[list[int]], **options: Any) -> tuple[Any, ...]:
-    """Model, optimizer, criterion and loader."""
     # Batches are not divided again: what a rank uses of the model follows from the division.
     fixed: dict[str, Any] = dict(max_micro_batch=8, reallocate_above=math.inf, reduce_bucket_size_in_m=BUCKET / 2**20)
     fixed |= dict(samples=11, loader=dict(shuffle=True, seed=11), division=division)
@@ -104,7 +102,6 @@ def boosted_net(stage: int, optimizer_name: str, division: list[list[int]], **op
 def train(
     stage: int, optimizer_name: str, division: list[list[int]], epochs: int = 2, repeats: int = 0, **options: Any
 ) -> dict[str, Tensor]:
-    """The parameters after training on uneven micro-batches."""
     model, optimizer, criterion, loader = boosted_net(stage, optimizer_name, division, **options)
     net = model.unwrap()
     net.repeats = repeats
@@ -190,14 +187,14 @@ def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass(
     assert events[-1] == "sum" and after_step == [True, True] and in_forward == [False, True]
 
 
-READERS = ["state_dict", "evaluation", "shared", "listed", "copied", "pickled", "stepped", "saved", "assigned"]
+READERS = ["state_dict", "evaluation", "shared", "copied", "pickled", "stepped", "saved", "assigned"]
 
 
+@checks.on(2)
 @unmeasured
-def read_after_step(folder: Path) -> None:
+def nobody_reads_unfinished_parameters(folder: Path) -> None:
     model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
     net = model.unwrap()
-    parameters, names = zip(*((value, name) for name, value in net.named_parameters()), strict=True)
     second = nn.Linear(7, 14)
     second.weight, second.bias = net.first.weight, net.first.bias
     path = folder / "model.pt"
@@ -212,8 +209,6 @@ def read_after_step(folder: Path) -> None:
             return net.first.weight.detach().clone()
         if reader == "shared":
             return second(torch.eye(7)).detach().t() - second.bias.detach()[:, None]
-        if reader == "listed":
-            return torch.cat([each.flatten() for each in parameters[names.index("first.weight") :]])[:98].view(14, 7)
         if reader == "copied":
             return copy.deepcopy(net).first.weight.detach()
         if reader == "pickled":
@@ -248,16 +243,12 @@ def read_after_step(folder: Path) -> None:
             torch.testing.assert_close(value, net.first.weight.detach(), rtol=1e-6, atol=1e-6, msg=reader)
 
 
-def test_nobody_reads_unfinished_parameters(tmp_path: Path) -> None:
-    run_ranks(2, read_after_step, tmp_path)
-
-
 @checks.on(2)
 @unmeasured
 def late_parameters_of_compiled_models_are_refused() -> None:
     words = r"^{} is compiled.* use one of overlap_allgather=True and torch\.compile$"
     for compiled, name in (("whole", "Net"), ("layer", "Linear"), ("wrapped", "OptimizedModule")):
-        model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
+        model, optimizer, _, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
         net = model.unwrap()
         if compiled == "whole":
             net.compile(backend="eager")
@@ -265,14 +256,8 @@ def late_parameters_of_compiled_models_are_refused() -> None:
             net.second.compile(backend="eager")
         else:
             model = torch.compile(model, backend="eager")
-        steps = 0
         with finished_late(), pytest.raises(ValueError, match=words.format(name)):
-            for inputs, targets in loader:
-                optimizer.backward(criterion(model(inputs), targets))
-                optimizer.step()
-                optimizer.zero_grad()
-                steps += 1
-        assert steps == 1
+            fit(model, optimizer, loader)
         optimizer._force_wait_all_gather()
 
 

@@ -97,7 +97,6 @@ class Case(NamedTuple):
 
 
 def train_alone(case: Case, size: int, max_norm: float) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, gradient norms and parameters of one process."""
     module = MODELS[case.model]().to(case.dtype)
     optimizer = make_optimizer(module, case.kind)
     losses, norms = [], []
@@ -115,7 +114,6 @@ def train_alone(case: Case, size: int, max_norm: float) -> tuple[list[float], li
 
 
 def train_replicas(case: Case) -> tuple[list[float | None], list[float], dict[str, Tensor], int]:
-    """Losses of this replica, norms, whole parameters, and the replica."""
     plan, accumulation = PLANS[case.plan], case.accumulation
     has_zero = case.options.get("zero_stage") or plan.zero_stage
     plugin = exact_zero(plan, **case.options) if has_zero else planned(plan, **case.options)

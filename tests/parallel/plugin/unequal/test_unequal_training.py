@@ -22,7 +22,6 @@ from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zer
 from tests.support import training
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.checks import Checks, of_all_ranks
-from tests.support.harness import run_ranks
 from tests.support.planned_runs import images_and_labels, share, train_planned
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import Trained, boost, loss_of, pipeline_step, sgd, tiny_vit
@@ -48,7 +47,6 @@ def own_batch(run: Any, number: int = 0) -> list[Tensor]:
 
 
 def alone(iterations: int, model: nn.Module | None = None, optimizer: Any = None) -> list[float]:
-    """The losses of one process."""
     model = vit() if model is None else model
     batches = [images_and_labels(number, GLOBAL_BATCH) for number in range(iterations)]
     return training.train_alone(model, optimizer or sgd(model), batches)
@@ -186,7 +184,6 @@ def frozen_and_unused_parameters_stay(has_zero: bool) -> None:
 
 
 def fail_in(passes: list[int], gradient: Tensor) -> None:
-    """A hook that fails in the last of so many backward passes."""
     passes[0] -= 1
     assert passes[0] > 0, "the last pass fails"
 
@@ -233,7 +230,8 @@ def a_stage_migrates_work_of_a_slow_rank() -> None:
     assert migrated == pytest.approx(usual, rel=1e-5)
 
 
-def save_and_load(folder: Path) -> None:
+@checks.on(3)
+def plain_checkpoints_are_loaded_again(folder: Path) -> None:
     for sharded in (True, False):
         run, loaded = (
             boost(plugin_for(), vit(), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)) for _ in range(2)
@@ -243,10 +241,6 @@ def save_and_load(folder: Path) -> None:
         undisturbed = train_planned(run, 3, first=2)
         load_checkpoint(loaded, folder / str(sharded), sharded)
         assert train_planned(loaded, 3, first=2) == pytest.approx(undisturbed, rel=1e-6)
-
-
-def test_plain_checkpoints_are_loaded_again(tmp_path: Path) -> None:
-    run_ranks(3, save_and_load, tmp_path)
 
 
 # What is refused ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ def write_profile(path: Path, stage: int, slow_links: dict[tuple[int, int], floa
 
 
 def train(path: Path, stage: int) -> tuple[tuple[int, ...], int, Tensor, list[int]]:
-    """Ranks of this process, samples of all, the logits of all samples after training, and the samples seen here."""
     coordinator, seen = DistCoordinator(), list[int]()
     run = boosted(stage, None, "adamw", samples=GLOBAL_BATCH, method="adapt", profile=path)
 

@@ -88,25 +88,6 @@ def samples_that_collate_fn_leaves_out_count_nothing(stages: tuple[int, ...]) ->
     assert_trained([found], cases, train_alone(collated(Images(*BROKEN), readable)))
 
 
-def packed(samples: list[Any]) -> Any:
-    """All sequences in one tensor, the length of each, and the labels."""
-    sequences, labels = zip(*samples, strict=True)
-    return torch.cat(sequences), torch.tensor([len(each) for each in sequences]), torch.tensor(labels)
-
-
-def loss_of_packed(model: nn.Module, batch: Any) -> Tensor:
-    rows, lengths, labels = batch
-    return cross_entropy(torch.stack([each.mean(0) for each in model(rows).split(lengths.tolist())]), labels)
-
-
-@checks.on(2)
-@checks.if_thorough(3)
-def rows_of_packed_sequences_are_not_taken_for_samples() -> None:
-    options: Any = dict(training_step=lambda model, _, batch: loss_of_packed(model, batch), weight_by="samples")
-    found = [boost(0, Sequences(), division, packed, **options).fit(loss_of_packed) for division in divisions()]
-    assert_trained([found], divisions(), train_alone(collated(Sequences(), packed), loss_of_packed))
-
-
 @checks.on(2)
 def one_batch_can_be_trained_on_again() -> None:
     run = boost(0, Images(*BROKEN), [[5], [3]], readable, accumulation="per_rank")
@@ -172,15 +153,10 @@ def schedules_and_averages_of_weights_count_steps() -> None:
             assert_trained([[found]], [(kind, division)], expected)
 
 
-# Tokens -------------------------------------------------------------------------------------------------------------
-
-
 LENGTH, WORDS, IGNORED = 9, 31, -100
 
 
 class Sentences(Dataset):
-    """Sequences of which between none and all labels count."""
-
     def __len__(self) -> int:
         return 16
 
@@ -192,8 +168,6 @@ class Sentences(Dataset):
 
 
 class Rare(Sentences):
-    """Very few samples have labels that are ignored."""
-
     def __len__(self) -> int:
         return 10**6
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,15 @@ from torch.nn.functional import cross_entropy
 from colossal_hetero.data_parallel import attach
 from tests.support import zero_runs
 from tests.support.checks import Checks
-from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, fit, flat, make_model, unmeasured
 
 checks = Checks()
 ZERO = (0, 1, 2, 3)
 PLUGINS = (*ZERO, "hybrid")
+KINDS = (1, 3, "hybrid")
+"""Those that differ in how losses are checked and files are kept."""
 DROP_LAST = dict(drop_last=True)
-
-
-# Models -------------------------------------------------------------------------------------------------------------
 
 
 @checks.on(2)
@@ -70,8 +67,6 @@ def the_check_of_the_loss_does_not_compile() -> None:
 
 
 class Normalized(nn.Module):
-    """A model with a batch normalization of inputs ``[N, C]``, which needs two samples."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -109,17 +104,8 @@ def batch_normalization_of_single_values_trains_with_two_samples_or_more(divisio
     assert_trained([trained], kinds, flat(model), atol=1e-5)
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
-
-
 def summed(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch[0]), batch[1], reduction="sum")
-
-
-def without_a_loss_in_evaluation_mode(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
-    if not model.training:
-        raise RuntimeError("losses are computed in training mode only")
-    return summed(model, criterion, batch)
 
 
 def for_each_sample(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
@@ -132,18 +118,18 @@ def failing(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
     return criterion(model(batch[0]), batch[1])
 
 
+@checks.on(2)
 @unmeasured
-def refuse_losses(folder: str) -> None:
+def losses_that_are_no_means_are_refused(folder: Path) -> None:
     factor = float("nan") if dist.get_rank() == 1 else 1.0
     no_number = lambda model, criterion, batch: criterion(model(batch[0]), batch[1]) * factor  # noqa: E731
     cases: list[tuple[Callable, type[Exception], str]] = [
         (summed, ValueError, "the loss is a sum over the samples"),
-        (without_a_loss_in_evaluation_mode, ValueError, "the loss is a sum over the samples"),
         (no_number, ValueError, r"rank 1: the loss of each of the first samples is not a finite number \(it is nan"),
         (for_each_sample, RuntimeError, r"returned a tensor of shape \[2\] instead of a scalar"),
         (failing, RuntimeError, "rank 1: KeyError: 'no such column'"),
     ]
-    for kind in PLUGINS:
+    for kind in KINDS:
         for step, error, words in cases:
             if kind != "hybrid" and step is for_each_sample:
                 continue  # the search for a stage fails first
@@ -155,7 +141,8 @@ def refuse_losses(folder: str) -> None:
             boosted(kind, profile=path, training_step=summed)
 
 
-def refuse_single_samples(folder: str) -> None:
+@checks.on(2)
+def single_samples_are_refused(folder: Path) -> None:
     path = f"{folder}/profile.json"
     with pytest.raises(RuntimeError, match="batch normalization needs more than one value per channel"):
         boosted(1, Normalized(), max_micro_batch=1)
@@ -166,9 +153,6 @@ def refuse_single_samples(folder: str) -> None:
         boosted(1, Normalized(), profile=path, max_micro_batch=1)
     with pytest.raises(ValueError, match="accumulation='per_rank' is not possible"):
         boosted(1, Normalized(), loader=DROP_LAST, accumulation="per_rank")
-
-
-# Files --------------------------------------------------------------------------------------------------------------
 
 
 def change_kinds(path: str, **changes: Any) -> None:
@@ -182,10 +166,11 @@ def change_kinds(path: str, **changes: Any) -> None:
     dist.barrier()
 
 
-def use_a_file(folder: str) -> None:
+@checks.on(2)
+def profiles_are_kept_in_files(folder: Path) -> None:
     measured = Mock(wraps=attach.profile_ranks)
     with patch.object(attach, "profile_ranks", measured):
-        for number, kind in enumerate(PLUGINS):
+        for number, kind in enumerate(KINDS):
             plugins = [boosted(kind, samples=8, profile=f"{folder}/{kind}.json").plugin for _ in range(2)]
             assert measured.call_count == number + 1, kind
             first, second = (plugin.batch_balancer.allocation.shares for plugin in plugins)
@@ -210,15 +195,7 @@ def use_a_file(folder: str) -> None:
         assert max(share.micro_batch for share in plugin.allocation.shares) <= 3
         limit = "limits micro-batches to 3 samples, though memory does not; remove the file to measure again"
         assert sum(limit in call.args[0] for call in told.call_args_list) == 1
-        assert measured.call_count == len(PLUGINS)
-
-
-@pytest.mark.parametrize("check", [refuse_losses, refuse_single_samples, use_a_file])
-def test_losses_batch_normalization_and_files(check: Callable[[str], None], tmp_path: Path) -> None:
-    run_ranks(2, check, str(tmp_path))
-
-
-# Stages -------------------------------------------------------------------------------------------------------------
+        assert measured.call_count == len(KINDS)
 
 
 def stage_of(model: nn.Module) -> int:
@@ -228,8 +205,6 @@ def stage_of(model: nn.Module) -> int:
 
 
 def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, torch.Tensor]:
-    """Train while the second rank reports a lack of memory at all stages up to ``highest``."""
-
     def training_step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
         loss = criterion(model(batch[0]), batch[1])
         if dist.get_rank() == 1 and stage_of(model) <= highest:
@@ -253,40 +228,12 @@ def auto_chooses_the_first_stage_that_fits_on_all_ranks() -> None:
         assert torch.equal(parameters, train_above(-1, expected, precision)[1]), what
 
 
-class Wide(nn.Module):
-    """A model with 64 MiB of parameters in layers of 4 MiB, so that sharding saves much memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.last = nn.Linear(8, 1024), nn.Linear(1024, 3)
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(16))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs = self.first(inputs)
-        for layer in self.layers:
-            outputs = torch.relu(layer(outputs))
-        return self.last(outputs)
-
-
-def train_within(more_mib: list[int], stage: int | str) -> None:
-    """Train while each rank may use ``more_mib[rank]`` MiB more address space than before the model is made."""
-    nn.Linear(1024, 1024)(torch.randn(64, 1024)).sum().backward()  # what torch allocates once
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + more_mib[dist.get_rank()] * 2**20, resource.RLIM_INFINITY))
-    boosted(stage, Wide(), "adamw", max_micro_batch=4).fit()
-
-
-@pytest.mark.parametrize(
-    ("more_mib", "stage", "words"),
-    [
-        ([2000, 80], "auto", r"rank 1 \(cpu.*not enough memory for one sample at any of the stages 0, 1, 2, 3"),
-        ([150, 2000], 1, r'rank 0 \(cpu.*at stage 1; try stage="auto"'),
-    ],
-)
-def test_a_model_that_does_not_fit_is_reported_on_all_ranks(more_mib: list[int], stage: Any, words: str) -> None:
-    with pytest.raises(RuntimeError, match=words):
-        run_ranks(2, train_within, more_mib, stage, timeout_seconds=60)
+@checks.on(2)
+def a_model_that_does_not_fit_is_reported_on_all_ranks() -> None:
+    every = r"rank 1 \(cpu.*not enough memory for one sample at any of the stages 0, 1, 2, 3"
+    for highest, stage, words in ((3, "auto", every), (1, 1, r'rank 1 \(cpu.*at stage 1; try stage="auto"')):
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            train_above(highest, stage, "fp32")
 
 
 test_on_ranks = checks.test()

@@ -43,12 +43,7 @@ class NumberedImages(Dataset):
         return image, index % CLASSES
 
 
-# What is measured -------------------------------------------------------------------------------------------------
-
-
 class Clock:
-    """The clock of events on a CPU, which only moves when it is told to."""
-
     now = 0.0
 
     def advance(self, seconds: float) -> None:
@@ -108,7 +103,6 @@ def moved_clock() -> Iterator[Clock]:
 
 @unmeasured
 def measure(stage: int, division: list[list[int]]) -> list[TimedGlobalBatch]:
-    """Train an epoch with this division; what the timer of this rank says."""
     torch.manual_seed(3)
     data, model = SlowData(), SlowNet()
     optimizer = make_optimizer(model, "sgd")
@@ -165,7 +159,6 @@ def collectives_inside_a_replica_are_its_work() -> None:
     assert (timed.work_seconds, timed.waiting_seconds) == (2 * WAITING * (rank < 2), WAITING * (rank > 0))
 
 
-# What follows from it ---------------------------------------------------------------------------------------------
 # Decisions are tested in tests/unit/planner/batches/test_closed_loop.py.
 
 
@@ -210,7 +203,6 @@ def change_speed(
 
 
 def share_of(slow: int, samples: int, others: int) -> list[int]:
-    """The samples of two ranks of which this one has ``samples``."""
     return [samples, others] if slow == 0 else [others, samples]
 
 

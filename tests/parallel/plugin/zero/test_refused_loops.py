@@ -53,7 +53,6 @@ def left_out(script: Script) -> None:
 
 
 def used(use: Callable[[list[nn.Parameter]], Any]) -> Loop:
-    """A loop that calls ``use`` with the parameters between backward pass and step."""
     return loops.between(lambda script: use(list(script.model.parameters())))
 
 
@@ -80,7 +79,6 @@ def step_in_backward(parameter: nn.Parameter) -> None:
 
 
 def backward_left_out(script: Script, batch: Batch) -> None:
-    """Leave out a batch, as if its loss were not finite."""
     loss = script.loss(batch)
     if script.loader.current.global_batch == 1:
         script.optimizer.zero_grad()

@@ -73,7 +73,6 @@ class Script:
         self.booster.backward(self.loss(batch) * factor, self.optimizer)
 
     def train_with(self, batch: Batch, factor: float = 1.0) -> None:
-        """The usual iteration."""
         self.backward(batch, factor)
         self.update()
 
@@ -82,7 +81,6 @@ class Script:
         self.optimizer.zero_grad()
 
     def log(self, number: Any) -> None:
-        """At the last micro-batch of a global batch."""
         if self.loader.is_last:
             self.numbers.append(float(number))
 
@@ -97,8 +95,6 @@ Loop = Callable[[Script], None]
 
 
 def each(iteration: Callable[[Script, Any], Any]) -> Loop:
-    """The loop that runs ``iteration`` for each batch."""
-
     def loop(script: Script) -> None:
         for batch in script.all_batches():
             iteration(script, batch)
@@ -378,7 +374,6 @@ def runs_on(ranks: int) -> Iterator[Run]:
 
 
 def train(run: Run) -> tuple[list[list[int]], Tensor, list[float]]:
-    """The samples of this rank, the final parameters, and what the loop logs."""
     has_schedule = run.loop in SCHEDULED
     more = dict(schedule=make_schedule, drop_last=False) if has_schedule else {}
     script = Script(run.stage, run.division, run.size, run.optimizer, **more, **(run.options or {}))

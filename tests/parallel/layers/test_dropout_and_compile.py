@@ -1,7 +1,9 @@
-"""Dropout inside blocks: a unit's mask is the same on whichever rank computes the unit, so migration stays exact."""
+"""Dropout inside blocks: a unit's mask is the same on whichever rank computes the unit, so migration stays exact,
+also in a compiled model, in which balanced layers run uncompiled."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,7 +13,9 @@ import torch.distributed as dist
 from colossalai.shardformer.layer.utils import Randomizer
 from timm.layers import set_reentrant_ckpt
 from torch import nn
+from torch._dynamo.utils import counters
 
+from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import attach_blocks
 from tests.parallel.layers.test_families import put_dropout_into_blocks
 from tests.support.checks import Checks
@@ -21,7 +25,6 @@ from tests.support.migration_runs import (
     Watch,
     assert_equal,
     draw_by_unit,
-    give,
     reference_run,
     seeded_migrating_run,
 )
@@ -48,26 +51,6 @@ def checkpointed_vit(reentrant: bool | None) -> nn.Module:
         set_reentrant_ckpt(reentrant)
         model.set_grad_checkpointing()
     return model
-
-
-@checks.on(2)
-@checks.on(3)
-def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
-    """No rank gives units away, and each rank in turn."""
-    allow_cpu()
-    ranks = dist.get_world_size()
-    models = [(dropping_gpt2, train_on_tokens), (dropping_vit, train)]
-    # On more ranks one model is enough: that masks are in the right places does not depend on the model.
-    for make, loop in models if ranks == 2 else models[:1]:
-        expected = draw_by_unit(seeded_migrating_run(make, ()))
-        for _ in range(ranks):
-            loop(expected, 2)
-        run = seeded_migrating_run(make, ())
-        for sender in range(ranks):
-            give(run, sender)
-            loop(run, 2)
-        assert all(layer.block is not None for layer in run.plugin.balancer._layers.values()), make.__name__
-        assert_equal(run, expected, make.__name__)
 
 
 @checks.on(2)
@@ -105,6 +88,38 @@ def attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
     with warns if dist.get_rank() == 0 else nullcontext():
         blocks = attach_blocks(shard(dropping_gpt2(2), enable_flash_attention=True))
     assert [block.name for block in blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
+
+
+@checks.on(1)
+def an_idle_layer_does_not_switch_the_compiler_off() -> None:
+    """That would take the host as long as launching a kernel."""
+    for layer in hetero_layers(shard(tiny_vit(depth=1))).values():
+        files: set[str] = set()
+        sys.setprofile(lambda frame, event, _, files=files: files.add(frame.f_code.co_filename))
+        try:
+            layer(torch.randn(2, layer.in_features))
+        finally:
+            sys.setprofile(None)
+        assert any(file.endswith("layers/linear.py") for file in files)
+        assert not any(file.endswith("torch/_dynamo/eval_frame.py") for file in files), layer
+
+
+@checks.on(2)
+def migration_is_exact_in_a_compiled_model() -> None:
+    """The attention of this model has dropout inside, its MLP has not."""
+
+    def make() -> nn.Module:
+        return tiny_vit(depth=1, attn_drop_rate=0.2)
+
+    expected = train(draw_by_unit(seeded_migrating_run(make, ())), ITERATIONS)
+    run = seeded_migrating_run(make, 1)
+    for module in (run.model.unwrap().blocks[0].attn, run.model.unwrap().blocks[0].mlp):
+        module.compile(backend="eager")
+    watch = Watch(run)
+    train(run, ITERATIONS, each=watch)
+    watch.assert_migrated(1, "compiled")
+    assert_equal(run, expected, "compiled")
+    assert counters["frames"]["ok"] > 0
 
 
 test_on_ranks = checks.test()

@@ -1,17 +1,27 @@
-"""Collectives of a GPU's tensors over Gloo, with a pretended GPU: Gloo must not get its tensors, but copies of them."""
+"""What the patches compute that let Colossal-AI run on a CPU, and collectives of a GPU's tensors over Gloo, with a
+pretended GPU: Gloo must not get its tensors, but copies of them."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from colossalai.pipeline import p2p
+from colossalai.shardformer.layer import (
+    FusedLinear1D_Col,
+    GPT2FusedLinearConv1D_Col,
+)
+from colossalai.shardformer.layer.utils import Randomizer
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers.pytorch_utils import Conv1D
 
 from colossal_hetero.colossalai_support import gpu_over_gloo
 from colossal_hetero.colossalai_support.cpu import reduce_scatter, sent_directly
@@ -20,6 +30,88 @@ from colossal_hetero.layers.transport import Transport
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage
 from tests.support.harness import run_ranks
 from tests.support.training import batch, loss_of, tiny_vit
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for hosts without a GPU")
+
+
+def send_without_a_receiver(messages: int) -> list[list[float]]:
+    """Both ranks post all their sends, wait for them, reuse the tensor, and only then receive."""
+    peer = 1 - dist.get_rank()
+    outgoing = torch.zeros(3)
+    for number in range(messages):
+        outgoing.fill_(10 * dist.get_rank() + number)
+        for request in p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.isend, outgoing, peer)]):
+            request.wait()
+    outgoing.fill_(-1)
+    received = []
+    for _ in range(messages):
+        incoming = torch.empty(3, requires_grad=True)
+        (request,) = p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.irecv, incoming, peer)])
+        request.wait()
+        request.wait()
+        received.append(incoming.tolist())
+    p2p.dist.batch_isend_irecv.__self__.wait_for_sends()
+    return received
+
+
+def gather_output(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Output and input gradient of a layer, then those of the fused parallel layer, which gathers its output."""
+    torch.manual_seed(6)
+    native, layer = FUSED_LAYERS[kind]
+    plain = native()
+    x = torch.randn(3, 5, requires_grad=True)
+    weights = torch.randn(3, 16)
+    results = []
+    for product in (
+        plain,
+        layer.from_native_module(
+            copy.deepcopy(plain), process_group=dist.group.WORLD, gather_output=True, split_sizes=[4, 8, 4]
+        ),
+    ):
+        output = product(x)
+        (gradient,) = torch.autograd.grad((output * weights).sum(), x)
+        results += [output.flatten().tolist(), gradient.flatten().tolist()]
+    return tuple(results)
+
+
+FUSED_LAYERS = {
+    "linear": (lambda: nn.Linear(5, 16), FusedLinear1D_Col),
+    "gpt2": (lambda: Conv1D(16, 5), GPT2FusedLinearConv1D_Col),
+}
+
+
+def run_two() -> dict[str, Any]:
+    return dict(
+        sends=send_without_a_receiver(3),
+        fused=[gather_output(kind) for kind in FUSED_LAYERS],
+    )
+
+
+@without_gpu
+def test_sends_and_layers() -> None:
+    """A send does not wait for its receiver, and fused layers gather."""
+    first, second = run_ranks(2, run_two)
+    assert second["sends"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert first["sends"] == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
+    for expected, expected_gradient, output, gradient in first["fused"] + second["fused"]:
+        assert output == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert gradient == pytest.approx(expected_gradient, rel=1e-5, abs=1e-6)
+
+
+@without_gpu
+@pytest.mark.parametrize("enable_cpu", [False, True])
+def test_randomizer_and_global_random_state_are_separate(enable_cpu: bool) -> None:
+    torch.manual_seed(1)
+    randomizer = Randomizer(seed=2)
+    with randomizer.fork_rng(enable_cpu=enable_cpu):
+        first = torch.rand(4)
+    outside = torch.rand(4)
+    with randomizer.fork_rng(enable_cpu=enable_cpu):
+        second = torch.rand(4)
+    torch.manual_seed(1)
+    assert torch.equal(outside, torch.rand(4))
+    torch.manual_seed(2)
+    assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(4), torch.rand(4)]))
 
 
 class OnGpu(Tensor):
@@ -35,8 +127,6 @@ def needs_host(tensor: Tensor, group: Any) -> bool:
 
 
 def refusing(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """``collective`` of Gloo, which does not take tensors of a GPU."""
-
     @wraps(collective)
     def run(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, OnGpu) for leaf in tree_leaves((args, kwargs))):
@@ -140,18 +230,18 @@ def train(stage: int, has_gpu: bool) -> tuple[list[float], int]:
     return losses, copied
 
 
-def run_all() -> dict[str, Any]:
-    """Everything, with the patches of training last, because they stay."""
-    found: dict[str, Any] = {"with": every_collective(True), "without": every_collective(False), "messages": exchange()}
-    return found | {(stage, has_gpu): train(stage, has_gpu) for has_gpu in (False, True) for stage in (1, 2)}
+def work_together() -> None:
+    """Collectives and training give the same as without a GPU, and messages are started in order."""
+    is_first = dist.get_rank() == 0
+    found = every_collective(True)
+    assert found == every_collective(False)
+    assert found["reduce"] == [[3.0, 5.0]] if is_first else found["send"] == [[1.0, 2.0]]
+    assert exchange() == (([[2.0], [2.0, 1.0]], 2) if is_first else ([[1.0], [2.0, 0.0]], 2))
+    expected = [train(stage, False)[0] for stage in (1, 2)]
+    for stage in (1, 2):  # last, because the patches of training stay
+        losses, copied = train(stage, True)
+        assert losses == expected[stage - 1] and (copied > 0) == is_first, stage
 
 
 def test_a_rank_with_a_gpu_works_with_one_that_has_none() -> None:
-    """Collectives and training give the same as without a GPU, and messages are started in order."""
-    first, second = run_ranks(2, run_all)
-    for found in (first, second):
-        assert found["with"] == found["without"]
-        assert all(found[stage, True][0] == found[stage, False][0] for stage in (1, 2))
-    assert first["with"]["reduce"] == [[3.0, 5.0]] and second["with"]["send"] == [[1.0, 2.0]]
-    assert (first["messages"], second["messages"]) == (([[2.0], [2.0, 1.0]], 2), ([[1.0], [2.0, 0.0]], 2))
-    assert all(first[stage, True][1] > 0 and second[stage, True][1] == 0 for stage in (1, 2))
+    run_ranks(2, work_together)
