@@ -232,6 +232,11 @@ def unit_problems(draw: st.DrawFn) -> KindProblem:
     return KindProblem(units, grain, most, lines, draw(st.sampled_from([0.0, 0.05, 0.5, 5.0])))
 
 
+def test_a_line_goes_through_the_measured_point_and_bends_at_the_full_share() -> None:
+    line = Line(6, 7.0, 1.0, 2.0, 4)
+    assert [line(units) for units in (2, 4, 6, 8)] == [1.0, 3.0, 7.0, 11.0]
+
+
 @given(unit_problems())
 def test_no_division_is_faster(kind: KindProblem) -> None:
     lines, per_unit = kind.lines, kind.seconds_per_unit
