@@ -200,7 +200,7 @@ def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
         words = [call.args[0] for call in printed.call_args_list]
         assert bool(words) == (dist.get_rank() == 0)
         for each in words[:1]:
-            assert each.startswith("epoch 1: stage times differ from the plan\nstage") and "best plan now" in each
+            assert each.startswith("epoch 1: measured times differ from the plan\nstage") and "best plan now" in each
         # For the next model, the length of an epoch is that of its own loader.
         train_planned(boosted(tiny_vit(depth=plan.blocks), 1), 1)
         assert plugin.drift is not second
