@@ -22,7 +22,6 @@ from ..cost.placed_pipelines import PlacedPipelines
 from ..cost.plan import Plan
 from ..cost.price import Pricer, price, slots_of
 from ..cost.runnable import NoPlanError
-from ..profile.fitted_profiles import as_profiled
 from ..profile.layer_profile import ModelProfile
 
 WINDOW = 4
@@ -225,13 +224,12 @@ def propose(
     """The best plan for devices as fast as stages of ``plan`` show; None if none is known to fit in memory.
 
     Args:
-        topology: the machines, with kinds of devices that ``profile`` has times of.
+        topology: the machines, with kinds of devices that ``profile`` has times of; it has no ``rank_devices``.
         seconds: measured time of each stage per micro-batch, without transfers.
         links: all measured links; groups of ranks change their network only with a plan.
         alike: replicas stay alike, with their numbers of micro-batches.
         search: a function that finds any plan for other machines; None: ranks keep their places, and only cuts move.
     """
-    topology, profile = as_profiled(topology, profile), profile.model_copy(update={"rank_devices": ()})
     given = topology, profile, layout_of(plan), plan.rank_order
     stages = [stage for replica in price(*given).replicas for stage in replica.stages]
     planned = {stage.ranks: stage.forward_seconds + stage.backward_seconds for stage in stages}

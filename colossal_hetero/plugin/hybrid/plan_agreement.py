@@ -15,7 +15,7 @@ from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan, load_plan
 from ...planner.cost.runnable import NoPlanError, why_not_runnable
-from ...planner.profile.fitted_profiles import on_links
+from ...planner.profile.fitted_profiles import as_profiled, on_links
 from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 
@@ -25,7 +25,7 @@ SEARCHED = 100  # of so many plans, the fastest with ``min_replicas`` is taken
 @dataclass(frozen=True)
 class Agreement:
     plan: Plan  # with ranks numbered like the devices of the cluster
-    topology: Topology | None  # None if it was not given
+    topology: Topology | None  # with the profile's kinds of devices; None if it was not given
     profile: ModelProfile | None  # None if it was not given
 
 
@@ -58,7 +58,8 @@ def _find(plan: Plan | str | Path, planning: PlanConfig, wishes: dict[str, Any])
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     if topology is not None and profile is not None:
-        profile = on_links(profile, topology)
+        topology, profile = as_profiled(topology, profile), on_links(profile, topology)
+        profile = profile.model_copy(update={"rank_devices": ()})  # or speeds that are measured later would be lost
     if not isinstance(plan, Plan):
         plan = _make(planning, topology, profile, wishes) if plan == "auto" else load_plan(plan)
     return Agreement(plan, topology, profile)

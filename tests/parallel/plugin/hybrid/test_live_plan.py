@@ -165,7 +165,8 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def plugin_of(case: Case, topology: Topology) -> HeteroHybridParallelPlugin:
-    planning = PlanConfig(cluster=topology, profile=profile(case.tp), global_batch_size=GLOBAL_BATCH, **case.planning)
+    measured = profile(case.tp).model_copy(update={"rank_devices": ("cpu",) * len(topology.devices)})
+    planning = PlanConfig(cluster=topology, profile=measured, global_batch_size=GLOBAL_BATCH, **case.planning)
     given = dict(plan="auto", planning=planning, tp_size=case.tp, max_norm=case.max_norm) | case.options
     if planning.zero_stages == (1,):
         return ExactZero(precision="bf16", **given)
