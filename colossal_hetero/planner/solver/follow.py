@@ -58,7 +58,16 @@ class LinkDrift:
     """Of one message in one direction."""
     planned_seconds: float
     matters: bool
-    """False where the difference is less than 5 % of an iteration (:data:`GAIN`), or less than a factor of 2."""
+    """False where the difference is less than 5 % of an iteration (:data:`GAIN`), or than a factor of 2."""
+
+    @property
+    def changed(self) -> bool:
+        return _differ(self.seconds, self.planned_seconds)
+
+    def shows_more_than(self, share: float, latency_seconds: float) -> bool:
+        """True if it has not changed, and would have with this share of the bandwidth."""
+        slowed = latency_seconds + (self.planned_seconds - latency_seconds) / share
+        return not self.changed and _differ(slowed, self.planned_seconds)
 
     @property
     def ratio(self) -> float:
@@ -71,6 +80,10 @@ class LinkDrift:
             f"the link between rank {self.ranks[0]} on {self.nodes[0]} and rank {self.ranks[1]} on {self.nodes[1]} "
             f"takes {measured} {unit} for a message of {self.message_bytes / 1e6:.2g} MB, planned {planned} {unit}"
         )
+
+
+def _differ(seconds: float, planned_seconds: float) -> bool:
+    return max(seconds / planned_seconds, planned_seconds / seconds) > LINK_CHANGED
 
 
 class LastingChange:
@@ -156,21 +169,25 @@ def at_measured_speeds(topology: Topology, ratios: ByStage) -> Topology:
     return dataclasses.replace(topology, devices=devices)
 
 
-def at_measured_links(topology: Topology, links: Iterable[LinkDrift]) -> Topology:
+def at_measured_links(topology: Topology, links: Sequence[LinkDrift]) -> Topology:
     """The machines with links as fast as measured, where that matters. A node with another link as fast as planned
     stays as it is inside. Between nodes, cards change of the node that has no such other link, or else of both."""
-    fine = {
-        (node, kind) for link in links if not link.matters for nodes, kind in [_way(topology, link)] for node in nodes
-    }
     nodes, between = list(topology.nodes), list(topology.between)
     for link in sorted((each for each in links if each.matters), key=lambda each: each.ratio):
         (one, other), kind = _way(topology, link)
         channel = topology.node_channel(one, other)
-        bandwidth = link.message_bytes / max(link.seconds - channel.latency_seconds, 0.1 * link.seconds)
-        share = bandwidth / channel.bandwidth(link.message_bytes)
+        latency = channel.latency_seconds
+        share = (link.planned_seconds - latency) / max(link.seconds - latency, 0.1 * link.seconds)
+        fine = {
+            node
+            for each in links
+            for ends, of_kind in [_way(topology, each)]
+            if of_kind == kind and each.shows_more_than(share, topology.node_channel(*ends).latency_seconds)
+            for node in ends
+        }
         clusters = {nodes[one].cluster, nodes[other].cluster}
         joined = [number for number, link in enumerate(between) if {*link[:2]} == clusters]
-        if one == other and (one, kind) in fine:
+        if one == other and one in fine:
             continue  # one of its devices is slow
         if one == other:
             nodes[one] = dataclasses.replace(
@@ -180,7 +197,7 @@ def at_measured_links(topology: Topology, links: Iterable[LinkDrift]) -> Topolog
             found = channel.with_bandwidth(share * channel.bytes_per_second)
             between[joined[0]] = (*between[joined[0]][:2], found)
         else:
-            for node in {one, other} - {each for each in (one, other) if (each, kind) in fine} or {one, other}:
+            for node in {one, other} - fine or {one, other}:
                 nics = [
                     nic.with_bandwidth(share * channel.bytes_per_second) if nic.kind == kind else nic
                     for nic in nodes[node].nics

@@ -195,6 +195,17 @@ def test_the_slow_node_is_told_by_its_other_links() -> None:
     assert seconds_of(again, (0, 1), (1, 2), (0, 3)) == pytest.approx([fast] * 3)
 
 
+def test_a_small_message_does_not_show_that_a_node_is_fast() -> None:
+    """Of node 1, over whose other link little is sent: it takes much longer, too, or as long because of the latency."""
+    topology = four_nodes(FABRIC)
+    slow, fast = link(topology, 0, 1, 8.0), FABRIC.seconds(SIZE)
+    for size, factor in ((SIZE / 10, 8.0), (SIZE / 1000, 1.0)):
+        planned = FABRIC.seconds(size)
+        small = LinkDrift((1, 2), ("", ""), size, factor * planned, planned, matters=False)
+        slowed = at_measured_links(topology, [slow, small, link(topology, 0, 3)])
+        assert seconds_of(slowed, (0, 1), (1, 2), (0, 3), (2, 3)) == pytest.approx([8 * fast, 8 * fast, fast, fast])
+
+
 def test_links_inside_a_node_and_between_clusters() -> None:
     kind = DeviceKind("fast", 10**9, 1e12)
     topology = of_nodes([([kind] * 3, FAST_LINK, (FABRIC,))])
