@@ -40,6 +40,8 @@ def test_a_receiver_that_always_comes_too_late_tells_nothing() -> None:
     one, other = exchange(0.03)
     assert message_seconds(dataclasses.replace(one, sent=one.sent[1:]), other) is None  # an iteration was interrupted
     assert message_seconds(dataclasses.replace(one, sent=[]), dataclasses.replace(other, received=[])) is None
+    one = NeighborMessages([1.0], [(0.5, 1.0)], SIZE)  # clocks that do not run alike
+    assert message_seconds(one, one) is None
 
 
 def machines() -> Topology:
@@ -77,6 +79,31 @@ def test_links_are_compared_with_the_plan() -> None:
     last = {1: {2: theirs[1][2]}}
     assert compare_links(plan, machines(), [{}, ours, last])[0].seconds == pytest.approx(0.02)
     assert not compare_links(plan, machines(), [{}, {2: {0: ours[2][0]}}, last])
+
+
+def test_messages_that_share_a_card_are_compared_with_one_alone_and_with_all_at_once() -> None:
+    """Four pipelines between two nodes."""
+    kind = DeviceKind("fast", 10**9, 1e12)
+    topology, alone = of_nodes([([kind] * 4, INSIDE, (NETWORK,))] * 2), NETWORK.seconds(SIZE)
+    plan = make_plan([[[rank], [rank + 4]] for rank in range(4)], (3, 3), micro_batches=8, iteration_seconds=0.1)
+    together = 4 * alone - 3 * NETWORK.latency_seconds
+    for seconds, ratio in (
+        (alone, 1.0),
+        (together, 1.0),
+        (1.9 * together, 1.0),
+        (5 * together, 5.0),
+        (0.2 * alone, 0.2),
+    ):
+        one, other = exchange(seconds)
+        messages: list[ByNeighbor] = [{rank + 4: {0: one}} for rank in range(4)]
+        messages += [{rank: {0: other}} for rank in range(4)]
+        found = compare_links(plan, topology, messages)
+        assert [link.ratio for link in found] == [pytest.approx(ratio)] * 4
+
+
+def test_nodes_without_a_link_are_not_compared() -> None:
+    apart = of_nodes([([DeviceKind("fast", 10**9, 1e12)], INSIDE, ())] * 2)
+    assert compare_links(make_plan([[[0], [1]]], (3, 3)), apart, of_ranks({(0, 1): [0.02]})[:2]) == ()
 
 
 def test_a_group_is_made_once_for_each_network() -> None:
