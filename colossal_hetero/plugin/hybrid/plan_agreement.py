@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from ...common.ranks import from_rank_0, of_every_rank
 from ...common.text import print_words
+from ...elastic.held_layers import layers_by_rank
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
+from ...planner.cost.evaluate import why_other_devices
 from ...planner.cost.plan import Plan, load_plan
 from ...planner.cost.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.fitted_profiles import as_profiled, on_links
@@ -118,6 +120,22 @@ def best_plan(
     ranked = search(problem, keep=1 if planning.min_replicas == 1 else SEARCHED).plans
     enough = (each.plan for each in ranked if len(each.plan.replicas) >= planning.min_replicas)
     return next(enough, ranked[0].plan)
+
+
+def launched_topology(agreed: Agreement) -> Topology | None:
+    """The machines with only the devices that the plan uses, numbered like the ranks of :func:`as_launched`."""
+    topology, used = agreed.topology, layers_by_rank(agreed.plan).keys()
+    if topology is None:
+        return None
+    if max(used) >= len(topology.devices):
+        raise ValueError(
+            f"the plan has device {max(used)}, but the cluster has devices 0 to {len(topology.devices) - 1}; "
+            "give the cluster that the plan was made for"
+        )
+    problem = None if agreed.profile is None else why_other_devices(topology, agreed.plan)
+    if problem is not None:
+        raise ValueError(f"{problem}; give the cluster and the profile that the plan was made with")
+    return topology.of_devices(used)
 
 
 def as_launched(plan: Plan) -> Plan:
