@@ -110,7 +110,7 @@ class LastingChange:
 
     def _is_change(self, changes: Iterable[float]) -> bool:
         changes = [*changes]
-        return max(changes) - min(changes) > self._least
+        return max(changes, default=0.0) - min(changes, default=0.0) > self._least
 
     def settle(self, ratios: ByStage) -> None:
         """Take these ratios for known: later ones are compared with them. After a move, it is none."""

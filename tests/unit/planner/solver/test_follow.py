@@ -60,6 +60,7 @@ def test_two_windows_show_the_same_change() -> None:
         [{ONE: 1.0, OTHER: 2.0}, {ONE: 1.0, OTHER: 1.0}] * 5,  # now and then
         [{ONE: 0.97, OTHER: 1.05}] * 5,  # little
         [{ONE: 1.0, OTHER: 2.0}, {ONE: 2.0}] * 5,  # a stage was not measured
+        [{}] * 5,  # none, as by a plan without times
     ],
 )
 def test_no_evidence(windows: list[dict[tuple[int, ...], float]]) -> None:
