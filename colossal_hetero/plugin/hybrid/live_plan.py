@@ -50,6 +50,7 @@ from ...planner.solver.follow import (
     ByStage,
     Caution,
     LastingChange,
+    LinkDrift,
     Proposal,
     move_seconds,
 )
@@ -106,6 +107,7 @@ class LivePlan:
         self._is_moving = self._is_boundary = False
         self._steps = 0
         self._evidence, self._of_links = LastingChange(), LastingChange(LINK_CHANGED)
+        self._links: dict[tuple[int, int], LinkDrift] = {}  # as last measured when a plan was looked for
         self._seen: DriftReport | None = None
         self._told: set[tuple[int, ...]] = set()  # ranks that had better be left out
         self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
@@ -174,13 +176,16 @@ class LivePlan:
         links: ByStage = {link.ranks: link.ratio for link in report.links} | {(): 1.0}
         stages_have_changed, suspected = self._evidence.is_certain(ratios), self._of_links.is_suspected(links)
         if self._of_links.is_certain(links):
-            changed = (link for link in report.links if self._of_links.is_suspected({link.ranks: link.ratio, (): 1.0}))
-            print_on_rank_0("\n".join(f"after step {self._steps}, {link}" for link in changed))
+            for link in report.links:
+                if self._of_links.is_suspected({link.ranks: link.ratio, (): 1.0}):
+                    print_on_rank_0(f"after step {self._steps}, {link}")
         elif suspected or not stages_have_changed:  # the next window tells whether the link has changed, too
             return
-        proposal = from_rank_0(lambda: self._paying(report, iteration))
+        self._links |= {link.ranks: link for link in report.links}
+        known = replace(report, links=tuple(self._links.values()))
+        proposal = from_rank_0(lambda: self._paying(known, iteration))
         self._evidence.settle(ratios)
-        self._of_links.settle(links)
+        self._of_links.settle({link.ranks: link.ratio for link in known.links})
         if proposal is None or not self._may_move():
             return
         self._move(proposal)
@@ -316,6 +321,7 @@ class LivePlan:
         seconds = time.monotonic() - begin
         self._evidence.settle({})
         self._of_links.settle({})
+        self._links.clear()
         self._caution.moved(layout_of(before), layout_of(self._run.plan), self._steps)
         self._fixed_seconds, self._seen = seconds, None
         self._ends.clear()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
+from colossal_hetero.planner.solver.follow import LinkDrift
+from colossal_hetero.plugin.hybrid import live_plan
+from colossal_hetero.plugin.hybrid.drift import PassSeconds, compare
 from colossal_hetero.plugin.hybrid.link_times import ByNeighbor, NeighborMessages, compare_links, message_seconds
 from colossal_hetero.plugin.hybrid.live_plan import LivePlan
 from tests.support.machines import of_nodes
@@ -122,3 +127,21 @@ def test_a_group_is_made_once_for_each_network() -> None:
     for topology, groups in ((both, 2), (both, 2), (slowed, 3), (both, 3), (apart, 4)):
         group = live.kept_groups(make, topology)
         assert group((0, 1)) == group((0, 1)) and group((0,)) and len(made) == groups
+
+
+def test_a_link_that_is_not_measured_now_stays_known() -> None:
+    """Stages have changed since; the link is named once."""
+    plan, plugin = make_plan([[[0], [1]]], (3, 3)), SimpleNamespace()
+    link, looked_for = LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.5, 0.1, matters=True), []
+    live = LivePlan(plugin, {})
+    with (
+        patch.object(live_plan, "from_rank_0", lambda function: function()),
+        patch.object(live_plan.dist, "get_rank", lambda: 1),
+        patch.object(live_plan, "print_on_rank_0") as printed,
+        patch.object(live, "_paying", lambda report, _: looked_for.append(report.links)),
+    ):
+        for slow, links in ((1.0, (link,)), (1.0, (link,)), (2.0, ()), (2.0, ()), (2.0, (link,)), (2.0, (link,))):
+            times = {rank: PassSeconds(factor, 2 * factor) for rank, factor in enumerate((1.0, slow))}
+            plugin.drift, live._is_boundary = compare(plan, times, 0.2, links), True
+            live.before_passes()
+    assert looked_for == [(link,)] * 2 and printed.call_count == 1
