@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import time
 import warnings
 import weakref
@@ -388,6 +389,8 @@ def _why_not_follow(planning: PlanConfig, arguments: Mapping[str, Any], is_elast
         return 'there is no plan; give the plugin plan="auto" or a plan'
     if planning.cluster is None or planning.profile is None or planning.global_batch_size is None:
         return "new plans are made from planning=PlanConfig(cluster=..., profile=..., global_batch_size=...); give all"
+    if planning.drift_threshold == math.inf:
+        return "with drift_threshold=inf stages are not timed; leave follow_speed or drift_threshold out"
     if is_elastic:
         return "elastic training plans again only when members come or go; leave follow_speed or elastic out"
     if arguments["batches"] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ GIVEN = dict(cluster="cluster.toml", profile="profile.json", global_batch_size=8
             "leave follow_speed or batches",
         ),
         ("auto", GIVEN | {"follow_speed": True}, None, True, "leave follow_speed or elastic out"),
+        ("auto", GIVEN | {"drift_threshold": math.inf}, None, False, False),
+        ("auto", GIVEN | {"drift_threshold": math.inf, "follow_speed": True}, None, False, "stages are not timed"),
     ],
 )
 def test_which_plans_follow_speeds(plan: Any, planning: Any, batches: Any, is_elastic: bool, expected: Any) -> None:
