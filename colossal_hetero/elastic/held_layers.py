@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -21,7 +20,7 @@ from ..checkpoint.exchange import BoxMemory, fetch_boxes
 from ..checkpoint.pieces import Bitmap, Box, Location, RunState, StorageTier, TensorPiece, cover, whole
 from ..checkpoint.transfers import Need, choose_sources
 from ..common.ranks import of_every_rank
-from ..planner.cluster.topology import Device, Node, Topology
+from ..planner.cluster.topology import Topology
 from ..planner.cost.plan import Plan
 
 
@@ -188,22 +187,18 @@ def surviving_topology(cluster: Topology, nodes: Sequence[str]) -> Topology:
             f"node {', '.join(unknown)} is not in the cluster file, which has "
             f"{', '.join(node.name for node in cluster.nodes)}; add it there, or start it with one of these names"
         )
-    devices: list[Device] = []
-    kept: list[Node] = []
-    for number, node in enumerate(cluster.nodes):
+    kept: set[int] = set()
+    for node in cluster.nodes:
         count = members[node.name]
         if count > len(node.devices):
             raise ValueError(
                 f"node {node.name} has {len(node.devices)} devices in the cluster file, but {count} members; start at "
                 "most one for each device"
             )
-        if not count:
-            continue
-        first = len(devices)
-        devices += [dataclasses.replace(cluster.devices[device], node=len(kept)) for device in node.devices[:count]]
-        kept.append(dataclasses.replace(node, devices=tuple(range(first, len(devices)))))
-        assert nodes[first] == node.name == cluster.nodes[number].name, "members are in the order of the cluster"
-    return dataclasses.replace(cluster, devices=tuple(devices), nodes=tuple(kept))
+        kept.update(node.devices[:count])
+    there = cluster.of_devices(kept)
+    assert list(nodes) == [there.nodes[each.node].name for each in there.devices], "members are in the cluster's order"
+    return there
 
 
 # Recovery ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Annotated
@@ -169,6 +170,17 @@ class Topology:
             found = _find_channel(self, min(a, b), max(a, b))
             self._channels[pair] = self._channels[pair[::-1]] = found
         return found
+
+    def of_devices(self, ranks: Collection[int]) -> Topology:
+        """The machines with only these devices, which are numbered anew in the same order."""
+        devices: list[Device] = []
+        nodes: list[Node] = []
+        for node in self.nodes:
+            kept = [replace(self.devices[rank], node=len(nodes)) for rank in node.devices if rank in ranks]
+            if kept:
+                nodes.append(replace(node, devices=tuple(range(len(devices), len(devices) + len(kept)))))
+                devices += kept
+        return replace(self, devices=tuple(devices), nodes=tuple(nodes))
 
     def with_memory_reserve(self, reserve_bytes: int) -> Topology:
         kinds = {

@@ -22,7 +22,6 @@ from ..cost.placed_pipelines import PlacedPipelines
 from ..cost.plan import Plan
 from ..cost.price import Pricer, price, slots_of
 from ..cost.runnable import NoPlanError
-from ..profile.fitted_profiles import as_profiled
 from ..profile.layer_profile import ModelProfile
 
 WINDOW = 4
@@ -59,7 +58,16 @@ class LinkDrift:
     """Of one message in one direction."""
     planned_seconds: float
     matters: bool
-    """False where the difference is less than 5 % of an iteration (:data:`GAIN`), or less than a factor of 2."""
+    """False where the difference is less than 5 % of an iteration (:data:`GAIN`), or than a factor of 2."""
+
+    @property
+    def changed(self) -> bool:
+        return _differ(self.seconds, self.planned_seconds)
+
+    def shows_more_than(self, share: float, latency_seconds: float) -> bool:
+        """True if it has not changed, and would have with this share of the bandwidth."""
+        slowed = latency_seconds + (self.planned_seconds - latency_seconds) / share
+        return not self.changed and _differ(slowed, self.planned_seconds)
 
     @property
     def ratio(self) -> float:
@@ -72,6 +80,10 @@ class LinkDrift:
             f"the link between rank {self.ranks[0]} on {self.nodes[0]} and rank {self.ranks[1]} on {self.nodes[1]} "
             f"takes {measured} {unit} for a message of {self.message_bytes / 1e6:.2g} MB, planned {planned} {unit}"
         )
+
+
+def _differ(seconds: float, planned_seconds: float) -> bool:
+    return max(seconds / planned_seconds, planned_seconds / seconds) > LINK_CHANGED
 
 
 class LastingChange:
@@ -98,7 +110,7 @@ class LastingChange:
 
     def _is_change(self, changes: Iterable[float]) -> bool:
         changes = [*changes]
-        return max(changes) - min(changes) > self._least
+        return max(changes, default=0.0) - min(changes, default=0.0) > self._least
 
     def settle(self, ratios: ByStage) -> None:
         """Take these ratios for known: later ones are compared with them. After a move, it is none."""
@@ -157,21 +169,25 @@ def at_measured_speeds(topology: Topology, ratios: ByStage) -> Topology:
     return dataclasses.replace(topology, devices=devices)
 
 
-def at_measured_links(topology: Topology, links: Iterable[LinkDrift]) -> Topology:
+def at_measured_links(topology: Topology, links: Sequence[LinkDrift]) -> Topology:
     """The machines with links as fast as measured, where that matters. A node with another link as fast as planned
     stays as it is inside. Between nodes, cards change of the node that has no such other link, or else of both."""
-    fine = {
-        (node, kind) for link in links if not link.matters for nodes, kind in [_way(topology, link)] for node in nodes
-    }
     nodes, between = list(topology.nodes), list(topology.between)
     for link in sorted((each for each in links if each.matters), key=lambda each: each.ratio):
         (one, other), kind = _way(topology, link)
         channel = topology.node_channel(one, other)
-        bandwidth = link.message_bytes / max(link.seconds - channel.latency_seconds, 0.1 * link.seconds)
-        share = bandwidth / channel.bandwidth(link.message_bytes)
+        latency = channel.latency_seconds
+        share = (link.planned_seconds - latency) / max(link.seconds - latency, 0.1 * link.seconds)
+        fine = {
+            node
+            for each in links
+            for ends, of_kind in [_way(topology, each)]
+            if of_kind == kind and each.shows_more_than(share, topology.node_channel(*ends).latency_seconds)
+            for node in ends
+        }
         clusters = {nodes[one].cluster, nodes[other].cluster}
         joined = [number for number, link in enumerate(between) if {*link[:2]} == clusters]
-        if one == other and (one, kind) in fine:
+        if one == other and one in fine:
             continue  # one of its devices is slow
         if one == other:
             nodes[one] = dataclasses.replace(
@@ -181,7 +197,7 @@ def at_measured_links(topology: Topology, links: Iterable[LinkDrift]) -> Topolog
             found = channel.with_bandwidth(share * channel.bytes_per_second)
             between[joined[0]] = (*between[joined[0]][:2], found)
         else:
-            for node in {one, other} - {each for each in (one, other) if (each, kind) in fine} or {one, other}:
+            for node in {one, other} - fine or {one, other}:
                 nics = [
                     nic.with_bandwidth(share * channel.bytes_per_second) if nic.kind == kind else nic
                     for nic in nodes[node].nics
@@ -225,13 +241,12 @@ def propose(
     """The best plan for devices as fast as stages of ``plan`` show; None if none is known to fit in memory.
 
     Args:
-        topology: the machines, with kinds of devices that ``profile`` has times of.
+        topology: the machines, with kinds of devices that ``profile`` has times of; it has no ``rank_devices``.
         seconds: measured time of each stage per micro-batch, without transfers.
         links: all measured links; groups of ranks change their network only with a plan.
         alike: replicas stay alike, with their numbers of micro-batches.
         search: a function that finds any plan for other machines; None: ranks keep their places, and only cuts move.
     """
-    topology, profile = as_profiled(topology, profile), profile.model_copy(update={"rank_devices": ()})
     given = topology, profile, layout_of(plan), plan.rank_order
     stages = [stage for replica in price(*given).replicas for stage in replica.stages]
     planned = {stage.ranks: stage.forward_seconds + stage.backward_seconds for stage in stages}

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.topology import Device, Node, Topology
+from ..cluster.topology import Topology
 from ..cost.evaluate import HOUR, PlanCost, check_prices, plan_cost
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
@@ -94,14 +94,8 @@ def within(
 def taken(topology: Topology, types: Sequence[NodeType], counts: Sequence[int]) -> tuple[Topology, tuple[int, ...]]:
     """Cluster with only so many nodes of each type, and the number of each of its devices in ``topology``."""
     chosen = sorted(number for each, count in zip(types, counts, strict=True) for number in each.nodes[:count])
-    devices: list[Device] = []
-    nodes: list[Node] = []
-    numbers: list[int] = []
-    for node in (topology.nodes[number] for number in chosen):
-        devices += [replace(topology.devices[rank], node=len(nodes)) for rank in node.devices]
-        nodes.append(replace(node, devices=tuple(range(len(numbers), len(devices)))))
-        numbers += node.devices
-    return replace(topology, devices=tuple(devices), nodes=tuple(nodes)), tuple(numbers)
+    numbers = [rank for number in chosen for rank in topology.nodes[number].devices]
+    return topology.of_devices(set(numbers)), tuple(numbers)
 
 
 # Time bounds ---------------------------------------------------------------------------------------------------------

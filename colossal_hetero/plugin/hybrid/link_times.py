@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch.utils._pytree import tree_leaves
 from ...colossalai_support.accelerator import recorded_event
 from ...common.methods import wrap_method
 from ...planner.cluster.topology import Topology
+from ...planner.cost.placement import NodeLinks
 from ...planner.cost.plan import Plan
-from ...planner.solver.follow import GAIN, LINK_CHANGED, WINDOW, LinkDrift
+from ...planner.solver.follow import GAIN, WINDOW, LinkDrift
 
 
 @dataclass(frozen=True)
@@ -50,27 +52,33 @@ def message_seconds(ours: NeighborMessages, theirs: NeighborMessages) -> float |
         delay, wait = min(pairs)
         delays += delay
         waits.append(wait)
-    # A receiver that came later than the message waits only as long as reading takes.
-    return delays / 2 if min(waits) >= delays / 4 else None
+    # A receiver that came later than the message waits only as long as reading takes. Clocks that do not run alike hide
+    # what takes no time.
+    return delays / 2 if min(waits) >= delays / 4 > 0 else None
 
 
 def compare_links(plan: Plan, topology: Topology, of_ranks: Sequence[ByNeighbor]) -> tuple[LinkDrift, ...]:
-    """The links over which ranks have sent messages, beside ``topology``, from the messages of each rank."""
+    """The links over which ranks have sent messages, beside ``topology``, from the messages of each rank. Messages that
+    share a network card may take as long as one alone, or as when all are sent at once; neither is a change."""
     micro_batches = max(replica.micro_batches for replica in plan.replicas)
+    links = NodeLinks(topology, 1.0)
+    nodes = [[topology.devices[stage.ranks[0]].node for stage in replica.stages] for replica in plan.replicas]
     found = []
-    for rank, neighbors in enumerate(of_ranks):
-        for other in (each for each in neighbors if each > rank):
-            ours, theirs = neighbors[other], of_ranks[other].get(rank, {})
-            known = [message_seconds(ours[each], theirs[each]) for each in ours.keys() & theirs.keys()]
-            seconds = [each for each in known if each is not None]
-            if not seconds:
-                continue
-            size = max(each.message_bytes for each in (*ours.values(), *theirs.values()))
-            planned, measured = topology.channel(rank, other).seconds(size), median(seconds)
-            changed = max(measured / planned, planned / measured) > LINK_CHANGED
-            matters = changed and abs(measured - planned) * micro_batches > GAIN * plan.iteration_seconds
-            first, second = (topology.nodes[topology.devices[each].node].name for each in (rank, other))
-            found.append(LinkDrift((rank, other), (first, second), size, measured, planned, matters))
+    for replica, hops in zip(plan.replicas, links.hops(nodes, plan.tensor_parallel), strict=True):
+        for ends, number in zip(pairwise(replica.stages), hops, strict=True):
+            for rank, other in map(sorted, zip(*(end.ranks for end in ends), strict=True)):
+                ours, theirs = of_ranks[rank].get(other, {}), of_ranks[other].get(rank, {})
+                known = [message_seconds(ours[each], theirs[each]) for each in ours.keys() & theirs.keys()]
+                seconds = [each for each in known if each is not None]
+                if not seconds or number < 0:  # the machines have no such link
+                    continue
+                measured, size = median(seconds), max(each.message_bytes for each in (*ours.values(), *theirs.values()))
+                alone, shared = (each.seconds(size) for each in (topology.channel(rank, other), links.channels[number]))
+                planned = min(max(measured, alone), shared)
+                first, second = (topology.nodes[topology.devices[each].node].name for each in (rank, other))
+                link = LinkDrift((rank, other), (first, second), size, measured, planned, matters=False)
+                matters = link.changed and abs(measured - planned) * micro_batches > GAIN * plan.iteration_seconds
+                found.append(replace(link, matters=matters))
     return tuple(found)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import math
 import time
 import warnings
 import weakref
@@ -50,6 +51,7 @@ from ...planner.solver.follow import (
     ByStage,
     Caution,
     LastingChange,
+    LinkDrift,
     Proposal,
     move_seconds,
 )
@@ -106,6 +108,7 @@ class LivePlan:
         self._is_moving = self._is_boundary = False
         self._steps = 0
         self._evidence, self._of_links = LastingChange(), LastingChange(LINK_CHANGED)
+        self._links: dict[tuple[int, int], LinkDrift] = {}  # as last measured when a plan was looked for
         self._seen: DriftReport | None = None
         self._told: set[tuple[int, ...]] = set()  # ranks that had better be left out
         self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
@@ -174,13 +177,16 @@ class LivePlan:
         links: ByStage = {link.ranks: link.ratio for link in report.links} | {(): 1.0}
         stages_have_changed, suspected = self._evidence.is_certain(ratios), self._of_links.is_suspected(links)
         if self._of_links.is_certain(links):
-            changed = (link for link in report.links if self._of_links.is_suspected({link.ranks: link.ratio, (): 1.0}))
-            print_on_rank_0("\n".join(f"after step {self._steps}, {link}" for link in changed))
+            for link in report.links:
+                if self._of_links.is_suspected({link.ranks: link.ratio, (): 1.0}):
+                    print_on_rank_0(f"after step {self._steps}, {link}")
         elif suspected or not stages_have_changed:  # the next window tells whether the link has changed, too
             return
-        proposal = from_rank_0(lambda: self._paying(report, iteration))
+        self._links |= {link.ranks: link for link in report.links}
+        known = replace(report, links=tuple(self._links.values()))
+        proposal = from_rank_0(lambda: self._paying(known, iteration))
         self._evidence.settle(ratios)
-        self._of_links.settle(links)
+        self._of_links.settle({link.ranks: link.ratio for link in known.links})
         if proposal is None or not self._may_move():
             return
         self._move(proposal)
@@ -316,6 +322,7 @@ class LivePlan:
         seconds = time.monotonic() - begin
         self._evidence.settle({})
         self._of_links.settle({})
+        self._links.clear()
         self._caution.moved(layout_of(before), layout_of(self._run.plan), self._steps)
         self._fixed_seconds, self._seen = seconds, None
         self._ends.clear()
@@ -382,6 +389,8 @@ def _why_not_follow(planning: PlanConfig, arguments: Mapping[str, Any], is_elast
         return 'there is no plan; give the plugin plan="auto" or a plan'
     if planning.cluster is None or planning.profile is None or planning.global_batch_size is None:
         return "new plans are made from planning=PlanConfig(cluster=..., profile=..., global_batch_size=...); give all"
+    if planning.drift_threshold == math.inf:
+        return "with drift_threshold=inf stages are not timed; leave follow_speed or drift_threshold out"
     if is_elastic:
         return "elastic training plans again only when members come or go; leave follow_speed or elastic out"
     if arguments["batches"] is not None:

@@ -11,11 +11,13 @@ import torch.distributed as dist
 
 from ...common.ranks import from_rank_0, of_every_rank
 from ...common.text import print_words
+from ...elastic.held_layers import layers_by_rank
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
+from ...planner.cost.evaluate import why_other_devices
 from ...planner.cost.plan import Plan, load_plan
 from ...planner.cost.runnable import NoPlanError, why_not_runnable
-from ...planner.profile.fitted_profiles import on_links
+from ...planner.profile.fitted_profiles import as_profiled, on_links
 from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 
@@ -25,7 +27,7 @@ SEARCHED = 100  # of so many plans, the fastest with ``min_replicas`` is taken
 @dataclass(frozen=True)
 class Agreement:
     plan: Plan  # with ranks numbered like the devices of the cluster
-    topology: Topology | None  # None if it was not given
+    topology: Topology | None  # with the profile's kinds of devices; None if it was not given
     profile: ModelProfile | None  # None if it was not given
 
 
@@ -58,7 +60,8 @@ def _find(plan: Plan | str | Path, planning: PlanConfig, wishes: dict[str, Any])
     if isinstance(profile, str | Path):
         profile = load_profile(profile)
     if topology is not None and profile is not None:
-        profile = on_links(profile, topology)
+        topology, profile = as_profiled(topology, profile), on_links(profile, topology)
+        profile = profile.model_copy(update={"rank_devices": ()})  # or speeds that are measured later would be lost
     if not isinstance(plan, Plan):
         plan = _make(planning, topology, profile, wishes) if plan == "auto" else load_plan(plan)
     return Agreement(plan, topology, profile)
@@ -117,6 +120,22 @@ def best_plan(
     ranked = search(problem, keep=1 if planning.min_replicas == 1 else SEARCHED).plans
     enough = (each.plan for each in ranked if len(each.plan.replicas) >= planning.min_replicas)
     return next(enough, ranked[0].plan)
+
+
+def launched_topology(agreed: Agreement) -> Topology | None:
+    """The machines with only the devices that the plan uses, numbered like the ranks of :func:`as_launched`."""
+    topology, used = agreed.topology, layers_by_rank(agreed.plan).keys()
+    if topology is None:
+        return None
+    if max(used) >= len(topology.devices):
+        raise ValueError(
+            f"the plan has device {max(used)}, but the cluster has devices 0 to {len(topology.devices) - 1}; "
+            "give the cluster that the plan was made for"
+        )
+    problem = None if agreed.profile is None else why_other_devices(topology, agreed.plan)
+    if problem is not None:
+        raise ValueError(f"{problem}; give the cluster and the profile that the plan was made with")
+    return topology.of_devices(used)
 
 
 def as_launched(plan: Plan) -> Plan:

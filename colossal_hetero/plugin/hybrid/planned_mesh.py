@@ -28,7 +28,6 @@ from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
 from ...common.ranks import world_timeout
 from ...planner.cluster.group_networks import Adapter, Network, group_network, process_environment
 from ...planner.cluster.topology import Topology
-from ...planner.cost.plan import Plan
 
 MakeGroup = Callable[[tuple[int, ...]], Any]
 """The group of these ranks, numbered in this order."""
@@ -177,20 +176,14 @@ def _options(network: Network) -> Any:
     return options
 
 
-def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
-    """A function that makes process groups of ranks that run ``plan``, over the network that they share: links within a
-    node for tensor parallelism, RDMA for data parallelism if all members have it, and what crosses clusters for
-    pipelines (Holmes, section 3)."""
-    devices = sorted(rank for replica in plan.rank_order for group in replica for rank in group)
-    if devices[-1] >= len(topology.devices):
-        raise ValueError(
-            f"the plan has device {devices[-1]}, but the cluster has devices 0 to {len(topology.devices) - 1}; "
-            "give the cluster that the plan was made for"
-        )
+def plan_groups(topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
+    """A function that makes process groups of ranks, the devices of ``topology``, over the network that they share:
+    links within a node for tensor parallelism, RDMA for data parallelism if all members have it, and what crosses
+    clusters for pipelines (Holmes, section 3)."""
 
     def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
         try:
-            network = group_network(topology, [devices[rank] for rank in ranks])
+            network = group_network(topology, ranks)
         except ValueError:
             # The first and the last stage of a pipeline share a group, but may have no link.
             return ordered_group(ranks)

@@ -32,7 +32,7 @@ from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_no
 from ..training_objects import TrainingObjects
 from .drift import DriftReport, DriftWatch
 from .live_plan import LivePlan
-from .plan_agreement import agree_on_plan, as_launched
+from .plan_agreement import agree_on_plan, as_launched, launched_topology
 from .planned_mesh import ordered_group, plan_groups, planned_mesh, set_adapter_variables
 from .plugin_arguments import arguments_from_plan, check_model
 
@@ -120,12 +120,12 @@ class PlannedRun:
         agreed = agree_on_plan(plan, planning, tp_size=tp_size, pp_size=pp_size, unequal=unequal)
         self.plan = as_launched(agreed.plan)
         self._planning, self._batches = planning, batches
-        self.topology, self.profile = agreed.topology, agreed.profile
+        topology = launched_topology(agreed)
+        self.topology, self.profile = topology, agreed.profile
         self._is_followed = live is not None
         self._watch: DriftWatch | None = None
         self._recomputed: str | None = None
-        topology = agreed.topology
-        self._make_group = None if topology is None else plan_groups(agreed.plan, topology, planning.adapters)
+        self._make_group = None if topology is None else plan_groups(topology, planning.adapters)
         if live is not None:
             assert self._make_group is not None and topology is not None
             self._make_group = live.kept_groups(self._make_group, topology)

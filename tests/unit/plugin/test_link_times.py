@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
+from colossal_hetero.planner.solver.follow import LinkDrift
+from colossal_hetero.plugin.hybrid import live_plan
+from colossal_hetero.plugin.hybrid.drift import PassSeconds, compare
 from colossal_hetero.plugin.hybrid.link_times import ByNeighbor, NeighborMessages, compare_links, message_seconds
 from colossal_hetero.plugin.hybrid.live_plan import LivePlan
 from tests.support.machines import of_nodes
@@ -40,6 +45,8 @@ def test_a_receiver_that_always_comes_too_late_tells_nothing() -> None:
     one, other = exchange(0.03)
     assert message_seconds(dataclasses.replace(one, sent=one.sent[1:]), other) is None  # an iteration was interrupted
     assert message_seconds(dataclasses.replace(one, sent=[]), dataclasses.replace(other, received=[])) is None
+    one = NeighborMessages([1.0], [(0.5, 1.0)], SIZE)  # clocks that do not run alike
+    assert message_seconds(one, one) is None
 
 
 def machines() -> Topology:
@@ -79,6 +86,31 @@ def test_links_are_compared_with_the_plan() -> None:
     assert not compare_links(plan, machines(), [{}, {2: {0: ours[2][0]}}, last])
 
 
+def test_messages_that_share_a_card_are_compared_with_one_alone_and_with_all_at_once() -> None:
+    """Four pipelines between two nodes."""
+    kind = DeviceKind("fast", 10**9, 1e12)
+    topology, alone = of_nodes([([kind] * 4, INSIDE, (NETWORK,))] * 2), NETWORK.seconds(SIZE)
+    plan = make_plan([[[rank], [rank + 4]] for rank in range(4)], (3, 3), micro_batches=8, iteration_seconds=0.1)
+    together = 4 * alone - 3 * NETWORK.latency_seconds
+    for seconds, ratio in (
+        (alone, 1.0),
+        (together, 1.0),
+        (1.9 * together, 1.0),
+        (5 * together, 5.0),
+        (0.2 * alone, 0.2),
+    ):
+        one, other = exchange(seconds)
+        messages: list[ByNeighbor] = [{rank + 4: {0: one}} for rank in range(4)]
+        messages += [{rank: {0: other}} for rank in range(4)]
+        found = compare_links(plan, topology, messages)
+        assert [link.ratio for link in found] == [pytest.approx(ratio)] * 4
+
+
+def test_nodes_without_a_link_are_not_compared() -> None:
+    apart = of_nodes([([DeviceKind("fast", 10**9, 1e12)], INSIDE, ())] * 2)
+    assert compare_links(make_plan([[[0], [1]]], (3, 3)), apart, of_ranks({(0, 1): [0.02]})[:2]) == ()
+
+
 def test_a_group_is_made_once_for_each_network() -> None:
     cpu, fabric, ethernet = DeviceKind("cpu", 10**9, 1e9), Channel("InfiniBand", 1e10), Channel("Ethernet", 1e9)
     both, slowed, apart = (
@@ -95,3 +127,21 @@ def test_a_group_is_made_once_for_each_network() -> None:
     for topology, groups in ((both, 2), (both, 2), (slowed, 3), (both, 3), (apart, 4)):
         group = live.kept_groups(make, topology)
         assert group((0, 1)) == group((0, 1)) and group((0,)) and len(made) == groups
+
+
+def test_a_link_that_is_not_measured_now_stays_known() -> None:
+    """Stages have changed since; the link is named once."""
+    plan, plugin = make_plan([[[0], [1]]], (3, 3)), SimpleNamespace()
+    link, looked_for = LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.5, 0.1, matters=True), []
+    live = LivePlan(plugin, {})
+    with (
+        patch.object(live_plan, "from_rank_0", lambda function: function()),
+        patch.object(live_plan.dist, "get_rank", lambda: 1),
+        patch.object(live_plan, "print_on_rank_0") as printed,
+        patch.object(live, "_paying", lambda report, _: looked_for.append(report.links)),
+    ):
+        for slow, links in ((1.0, (link,)), (1.0, (link,)), (2.0, ()), (2.0, ()), (2.0, (link,)), (2.0, (link,))):
+            times = {rank: PassSeconds(factor, 2 * factor) for rank, factor in enumerate((1.0, slow))}
+            plugin.drift, live._is_boundary = compare(plan, times, 0.2, links), True
+            live.before_passes()
+    assert looked_for == [(link,)] * 2 and printed.call_count == 1

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from tests.parallel.plugin.unequal.test_unequal_replicas import samples as batch
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.layer_profiles import layer_times
 from tests.support.planned_runs import share
+from tests.support.planning import predict_plan
 from tests.support.sharding import randomize
 from tests.support.training import tiny_vit
 
@@ -165,7 +167,8 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def plugin_of(case: Case, topology: Topology) -> HeteroHybridParallelPlugin:
-    planning = PlanConfig(cluster=topology, profile=profile(case.tp), global_batch_size=GLOBAL_BATCH, **case.planning)
+    measured = profile(case.tp).model_copy(update={"rank_devices": ("cpu",) * len(topology.devices)})
+    planning = PlanConfig(cluster=topology, profile=measured, global_batch_size=GLOBAL_BATCH, **case.planning)
     given = dict(plan="auto", planning=planning, tp_size=case.tp, max_norm=case.max_norm) | case.options
     if planning.zero_stages == (1,):
         return ExactZero(precision="bf16", **given)
@@ -342,6 +345,22 @@ def a_device_that_had_better_idle_is_named() -> None:
     assert plugin.plan.layers_per_stage == (5, 1)
     if dist.get_rank() == 0:
         assert [each for each in printed if each.startswith("after step 6, a plan without rank 1 is faster: ")]
+
+
+@checks.on(2)
+def devices_that_the_plan_leaves_out_are_not_taken_for_others() -> None:
+    """The plan is for the first and the last one of three; the profile has no times of the other one."""
+    whole, measured = cluster((1, 1, 1)), profile(1)
+    other = replace(whole.devices[1], kind=replace(whole.devices[1].kind, name="cpu-old"))
+    topology = replace(whole, devices=(whole.devices[0], other, whole.devices[2]))
+    plan = predict_plan(topology, measured, [[(0,), (2,)]], micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+    planning = PlanConfig(cluster=topology, profile=measured, global_batch_size=GLOBAL_BATCH, follow_speed=True)
+    plugin, *_ = slow_soon(zero_grad, plan=plan, planning=planning)
+    assert plugin.plan.layers_per_stage == (5, 1)
+    assert [stage.node for stage in plugin.plan.replicas[0].stages] == ["n0", "n2"]
+    with pytest.raises(ValueError, match=r"stage 1 of replica 0 is on cpu, but rank 1 of the cluster is cpu-old; give"):
+        moved = predict_plan(whole, measured, [[(0,), (1,)]], micro_batch=MICRO_BATCH, global_batch=GLOBAL_BATCH)
+        HeteroHybridParallelPlugin(plan=moved, planning=planning, precision="fp32")
 
 
 @checks.on(2)

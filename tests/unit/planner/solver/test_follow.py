@@ -60,6 +60,7 @@ def test_two_windows_show_the_same_change() -> None:
         [{ONE: 1.0, OTHER: 2.0}, {ONE: 1.0, OTHER: 1.0}] * 5,  # now and then
         [{ONE: 0.97, OTHER: 1.05}] * 5,  # little
         [{ONE: 1.0, OTHER: 2.0}, {ONE: 2.0}] * 5,  # a stage was not measured
+        [{}] * 5,  # none, as by a plan without times
     ],
 )
 def test_no_evidence(windows: list[dict[tuple[int, ...], float]]) -> None:
@@ -193,6 +194,17 @@ def test_the_slow_node_is_told_by_its_other_links() -> None:
         assert seconds_of(slowed, (0, 1), (1, 2), (2, 3)) == pytest.approx([8 * fast] * 3)
     again = at_measured_links(slowed, [link(slowed, 1, 2, 1 / 8)])
     assert seconds_of(again, (0, 1), (1, 2), (0, 3)) == pytest.approx([fast] * 3)
+
+
+def test_a_small_message_does_not_show_that_a_node_is_fast() -> None:
+    """Of node 1, over whose other link little is sent: it takes much longer, too, or as long because of the latency."""
+    topology = four_nodes(FABRIC)
+    slow, fast = link(topology, 0, 1, 8.0), FABRIC.seconds(SIZE)
+    for size, factor in ((SIZE / 10, 8.0), (SIZE / 1000, 1.0)):
+        planned = FABRIC.seconds(size)
+        small = LinkDrift((1, 2), ("", ""), size, factor * planned, planned, matters=False)
+        slowed = at_measured_links(topology, [slow, small, link(topology, 0, 3)])
+        assert seconds_of(slowed, (0, 1), (1, 2), (0, 3), (2, 3)) == pytest.approx([8 * fast, 8 * fast, fast, fast])
 
 
 def test_links_inside_a_node_and_between_clusters() -> None:
