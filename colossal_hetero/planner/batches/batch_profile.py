@@ -72,7 +72,6 @@ class DeviceProfile(FilePart):
     step_seconds: Seconds | None = None
     """Time of the optimizer's step at the profile's stage, without collectives; None if it was not measured."""
     flops: Flops | None = None
-    """Nominal or measured FLOP/s, for method ``flops``."""
     protocols: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("gloo",)
 
     @field_validator("points")
@@ -131,9 +130,7 @@ class BatchProfile(FilePart):
     """Time of a synchronization: one per global batch at stages 0 and 1, one per micro-step at stages 2 and 3."""
     kinds: Annotated[tuple[DeviceProfile, ...], Field(min_length=1)]
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Each rank's index into ``kinds``, by rank."""
     links: tuple[MeasuredLink, ...] = ()
-    """Measured links between ranks, needed to drop devices."""
 
     @model_validator(mode="after")
     def _indices(self) -> BatchProfile:

@@ -115,7 +115,6 @@ class GlobalBatchTime(NamedTuple):
 
     expected_seconds: float
     samples: int
-    """Loaded samples, including placeholders."""
     work_seconds: float
     """Forward and backward passes, and everything else outside of loading data."""
     data_seconds: float
@@ -224,12 +223,10 @@ class _Replica:
     """The last reliable speed. Passes that were timed for the curves did not wait either."""
     is_from_profile: bool = True
     before: tuple[Speed, int] | None = None
-    """Speed and samples before the last step or change of speed."""
     faster: bool = False
     held_back: int = 0
     """Checks in which no step by its optimistic speed was possible."""
     distrusted: int = 0
-    """Checks for which its optimistic speed is not used."""
     limit_seconds: float = math.inf
     """Time above which the optimistic speed by which it got more samples was wrong."""
 

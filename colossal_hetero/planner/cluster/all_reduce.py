@@ -96,7 +96,6 @@ class ConcurrentRings:
 class _Ring(NamedTuple):
     hops: tuple[Hop, ...]
     network: str
-    """Kind of channel between nodes; empty without any."""
     inside: Mapping[int, int]
     """Messages per step that stay inside, by node."""
 
@@ -120,7 +119,6 @@ def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
 
 
 def _nodes(topology: Topology, group: Sequence[int]) -> tuple[int, ...]:
-    """Node of each device of a group, ascending."""
     for device in group:
         if not 0 <= device < len(topology.devices):
             raise ValueError(

@@ -292,7 +292,6 @@ class ChunkedPipeline:
         return len(self.slots[0].costs.forward_seconds)
 
     def times(self, bounds: NDArray[np.int64]) -> ChunkTimes:
-        """Times of the chunks, ``[chunks, divisions]``."""
         stage_of, divisions = self.order.stage_of_chunk, len(bounds)
         forward, backward, schedule, hops = (np.zeros((len(stage_of), divisions)) for _ in range(4))
         update = np.zeros((len(self.slots), divisions))

@@ -37,7 +37,6 @@ class Draft:
 
     pool: SlotPool
     rows: list[list[Place]]
-    """The slots of each pipeline in the order of the stages."""
     bounds: list[tuple[int, ...]]
     """Stage s of pipeline p runs blocks ``[bounds[p][s], bounds[p][s + 1])``."""
     micro_batches: list[int]

@@ -201,7 +201,6 @@ class PlanSimulation:
     plan: Plan
     """The plan with the simulated stage times, to compare its prediction with the simulation."""
     timelines: tuple[Timeline, ...]
-    """Timeline of each replica; replicas with the same times share one object."""
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factor by which the work of each slow rank takes longer."""
 

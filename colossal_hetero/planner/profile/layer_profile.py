@@ -73,7 +73,6 @@ class LayerTimes(_ByLayer):
     forward_seconds: tuple[Seconds, ...]
     backward_seconds: tuple[Seconds, ...]
     update_seconds: tuple[Seconds, ...]
-    """By layer: the optimizer's step, once per iteration."""
     schedule_seconds: Seconds = 0.0
     """Per micro-batch and cut next to a stage (a stage in the middle has two): time beyond layers on this side of the
     cut, to send and receive a message each way and to run the schedule. 0: not measured."""
@@ -103,7 +102,6 @@ class LayerSizes(_ByLayer):
     tensor_parallel: PositiveCount = 1
     parameter_bytes: tuple[ByteCount, ...]
     activation_bytes: tuple[ByteCount, ...]
-    """Kept for backward, per sample."""
     output_bytes: tuple[ByteCount, ...]
     """By layer: passed on to the next layer, per sample."""
     temporary_bytes: tuple[ByteCount, ...] = ()

@@ -29,9 +29,7 @@ MAX_SIZES = 2**22
 class MethodResult:
     name: str
     allocation: Allocation | None
-    """None if the method cannot divide this global batch."""
     note: str = ""
-    """Reason why there is no allocation, or a remark about it."""
     adapt: AdaptPlan | None = None
     """The search of method ``adapt``; None for another method, or without links."""
 

@@ -189,12 +189,10 @@ class CutTimes:
     fill_seconds: NDArray[np.float64]
     """Time of one micro-batch through the empty pipeline, and of the longest update."""
     step_seconds: NDArray[np.float64]
-    """Time that each further micro-batch adds."""
     max_micro_batches: NDArray[np.int64]
     """Micro-batches that fit in memory. A stage that may recompute does so if more fit then, even if not needed."""
 
     def seconds(self, micro_batches: int) -> NDArray[np.float64]:
-        """Seconds of an iteration; infinite where it does not fit in memory."""
         seconds = self.fill_seconds + (micro_batches - 1) * self.step_seconds
         return np.where(self.max_micro_batches >= micro_batches, seconds, np.inf)
 
