@@ -13,7 +13,6 @@ from ..layers.linear import HeteroLinear
 from .config import Priority, Pruning
 from .ratios import layer_ratios
 
-# Column selection ----------------------------------------------------------------------------------------------------
 # Selectors of the contraction columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), in ascending order.
 # None makes the host wait for the device, so they use neither boolean indices nor copies from the host.
 

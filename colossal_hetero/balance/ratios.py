@@ -54,7 +54,6 @@ def layer_ratios(
     return np.full(len(shares), max_resize)
 
 
-# Whole units ---------------------------------------------------------------------------------------------------------
 # The fastest division of whole units, in grains, over the ranks of a group: an exact integer min-max problem. A block
 # takes as long as its slowest rank. Each rank's time is a line in the number of units that it computes.
 

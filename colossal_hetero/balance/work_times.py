@@ -82,7 +82,6 @@ class WorkLine:
         return min(max(total / weight, MIN_SLOPE * proportional), MAX_SLOPE * proportional)
 
 
-# Damping -------------------------------------------------------------------------------------------------------------
 # [Note: flicker] A plan starts some iterations after a rank becomes slow, and ends some iterations after it becomes
 # fast again; in these last ones the ranks that received its work are the slow ones. If the rank is slow for only a few
 # iterations at a time, a plan made as soon as possible does harm. So each plan that relieves the rank and is withdrawn

@@ -154,8 +154,7 @@ class TensorPiece:
     """Division that the box belongs to, e.g. ``tp0of2``: a file of the layer, with equal boxes on all its ranks."""
 
 
-# Bitmap --------------------------------------------------------------------------------------------------------------
-# Source: AutoHet, section IV-C ("layer bitmap"), with boxes of tensors in place of tensor-parallel shards of layers.
+# Bitmap of layers: AutoHet, section IV-C, with boxes of tensors in place of tensor-parallel shards of layers.
 
 
 class StorageTier(IntEnum):

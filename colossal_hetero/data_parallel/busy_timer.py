@@ -26,7 +26,6 @@ from torch.autograd import Variable
 from ..colossalai_support.accelerator import get_accelerator, recorded_event
 from ..common.methods import wrap_method
 
-# Collective waits ----------------------------------------------------------------------------------------------------
 # Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
 # ``SyncBatchNorm``. ``DistributedDataParallel`` sums gradients in C++, which is not seen here.
 

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset, Sampler
 
 from .progress import MicroBatch
 
-# Seeded samples ------------------------------------------------------------------------------------------------------
 # Random augmentation does not depend on the rank or worker that loads a sample: torch, NumPy and Python draw from a
 # seed that depends on its place in the order of the epoch.
 

@@ -97,7 +97,6 @@ def check_torchrun(environ: Mapping[str, str]) -> None:
             raise SystemExit(f"the torchrun of this process has ended before it joined its job: {error}") from None
 
 
-# Torchrun place ------------------------------------------------------------------------------------------------------
 # torchrun ends all workers when one of them ends or a node comes or goes, and starts them again, maybe in another
 # world. So a worker takes its world from its environment.
 

@@ -136,7 +136,6 @@ class UnitDropout(TorchFunctionMode):
         return hash((self._key, self._block, self._calls, owner, number)) % 2**63
 
 
-# Residual dropout ----------------------------------------------------------------------------------------------------
 # Dropout on activations that every rank of a tensor-parallel group holds in full. Colossal-AI's policies for BERT,
 # BLIP-2, GPT-2, GPT-J and T5 draw it separately on each rank (``DropoutForParallelInput``). Then a unit gives another
 # result on another rank, and parameters that all ranks hold get different gradients.
@@ -166,7 +165,6 @@ def draw_residual_dropout_equally(model: nn.Module, group: dist.ProcessGroup) ->
                 dropout.__class__ = DropoutForReplicatedInput
 
 
-# Repeated dropout ----------------------------------------------------------------------------------------------------
 # ``torch.utils.checkpoint`` restores torch's random state before it repeats a pass, but not that of Colossal-AI's
 # dropout layers (``Randomizer``). With other masks, gradients would belong to no pass at all.
 
@@ -194,7 +192,6 @@ def _as_before(before: list[tuple[Randomizer, dict[str, Any]]]) -> Iterator[None
             vars(randomizer).update(state)
 
 
-# Seeded passes -------------------------------------------------------------------------------------------------------
 # Random numbers of training passes that depend on the step, the micro-batch and the block, and on nothing else: at the
 # beginning of every block torch's generators are seeded with a hash of the micro-batch's seed and the block's name, so
 # masks are the same wherever a block is computed. When activation checkpointing repeats a block, other micro-batches

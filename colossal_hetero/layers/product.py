@@ -26,7 +26,6 @@ from ..colossalai_support.corrections import without_second_derivatives
 from .unit_layout import UnitShare, WeightLayout
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
-# Sequence parallel ---------------------------------------------------------------------------------------------------
 # Outside of blocks each of ``e`` ranks holds a part of the sequence of ``S`` positions (Colossal-AI's modes
 # ``split_gather`` and ``ring``). A column-parallel layer gathers X forward, and of dX, summed over ranks, each rank
 # keeps its part; a row-parallel layer sums Y and gathers dY. ``ring`` overlaps gathering with the product; here that

@@ -115,7 +115,6 @@ def _check_step(optimizer: Any) -> None:
         )
 
 
-# Pipeline batches ----------------------------------------------------------------------------------------------------
 # A plan says how many micro-batches of a global batch each replica takes. The loader gives a replica its part at once,
 # and the schedule cuts it.
 

@@ -342,9 +342,6 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     write_json(plan.model_dump(mode="json", by_alias=True), path)
 
 
-# Overlap -------------------------------------------------------------------------------------------------------------
-
-
 def exposed_seconds(
     synchronization_seconds: float, passes: Iterable[tuple[float, float]], *, equal: bool = True
 ) -> float:

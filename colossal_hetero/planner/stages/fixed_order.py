@@ -171,7 +171,6 @@ def min_sum_bounds(costs: _Floats, seconds: _Floats, limit: float) -> tuple[int,
     return (0, *reversed(bounds))
 
 
-# All cuts ------------------------------------------------------------------------------------------------------------
 # Costs of :func:`.evaluate` for all ways to cut a model over stages in a given order: with t the stages' times per
 # micro-batch and u their updates, K micro-batches take ``Σ t + (K − 1)·max t + max u``.
 

@@ -77,9 +77,6 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-# Rules ----------------------------------------------------------------------------------------------------
-
-
 HOLMES_ALPHA = 1.05
 """α of Holmes' Eq. 2; the value is from section 4.4."""
 

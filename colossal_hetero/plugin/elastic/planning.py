@@ -29,7 +29,6 @@ SECONDS_PER_LOOK = 0.1  # between two looks who has come
 SHARD_COPIES = 2  # ranks that hold each shard of an optimizer's state
 
 
-# Waiting -------------------------------------------------------------------------------------------------------------
 # If no plan fits the members that are there, they stay in their world, and keep what they hold. When a process waits to
 # join, or a member leaves, all of them form the next world and plan again.
 

@@ -37,7 +37,6 @@ from ..zero.overlapped_optimizer import summing_in_passes
 from .live_plan import LivePlan
 from .planned_run import PlannedRun
 
-# One stage -----------------------------------------------------------------------------------------------------------
 # ``execute_pipeline`` for a model that is not cut into stages, so that a training loop fits any plan. It returns and
 # refuses what Colossal-AI's 1F1B schedule does, of which it is the case of one stage.
 

@@ -135,7 +135,6 @@ def zero_in_fp32(plugin: HybridParallelPlugin) -> AbstractContextManager[None]:
     return replaced(plugin, precision="float32" if is_exact else plugin.precision)
 
 
-# Unequal chunks ------------------------------------------------------------------------------------------------------
 # Unequal stages in schedules with several chunks per stage. Of ``stages × chunks`` interleaved chunks, stage s holds s,
 # s + stages, s + 2·stages, …; of ``2 · stages`` zero-bubble chunks, it holds s and 2·stages − 1 − s. Colossal-AI's
 # stage manager can divide layers in these ways, but its constructor asserts one number per stage, with which both

@@ -20,7 +20,6 @@ Ranks = tuple[int, ...]
 MakeGroup = Callable[[Ranks], Any]
 
 
-# Groups --------------------------------------------------------------------------------------------------------------
 # Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
 # its replica, ``(1, stages, tensor parallel, 1)``. All ranks make the groups of all replicas, in the same order: making
 # a group is collective over the world.
