@@ -142,9 +142,7 @@ class Pruner:
 
     def end_iteration(self) -> bool:
         """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of
-        priorities: the host does not wait for the device. Weight variations are collected also where nothing is pruned,
-        so that a rank that becomes slow has those of the epoch before (SEMI, Algorithm 1). That takes a copy of the
-        weights."""
+        priorities. Weight variations are collected also where nothing is pruned (docs/algorithms.md, 1.3)."""
         if self._rules.priority in ("priority", "priority-diff"):
             self._select()
         if not self.selectors:

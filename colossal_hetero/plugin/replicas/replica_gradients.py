@@ -55,9 +55,8 @@ def exchange(
     return Commit(norm, overflows > 0, frozenset(number for number, count in enumerate(counts) if count == 0), sums)
 
 
-# In replicas that are not alike, a layer may be in another stage, beside other layers. So its gradients are summed
-# layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient synchronization). Sums start
-# in the order of the model's parameters, reversed, because backward passes compute gradients in about this order.
+# Gradients are summed layer by layer, over all ranks that hold the layer (docs/unequal-replicas.md). Sums start in the
+# order of the model's parameters, reversed, because backward passes compute gradients in about this order.
 
 
 @dataclass(frozen=True)
