@@ -123,7 +123,6 @@ def _possible(
     return BalanceConfig(mode="off")
 
 
-# Model copies --------------------------------------------------------------------------------------------------------
 # A copy, such as a moving average of the weights, computes what the model does, but is not balanced. Of this package's
 # hooks it has those that sum partial gradients, so that it can be trained. It shares the process groups.
 

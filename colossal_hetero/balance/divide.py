@@ -145,7 +145,6 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
     return taken
 
 
-# Traffic -------------------------------------------------------------------------------------------------------------
 # Amount that a migration sends, by formula (docs/algorithms.md, 1.4 and 1.5): tests compare it with counts, the
 # pre-test computes times from it. Columns are sent one message after the other. Units of blocks travel between many
 # pairs of ranks at the same time, so the rank that waits for most counts.

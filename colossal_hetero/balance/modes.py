@@ -266,10 +266,8 @@ def resize_and_migrate(times: Sequence[RankTimes], costs: Costs, slow: int, max_
 
 
 def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int]) -> int:
-    """Number of stragglers, ``slowest`` first, that migrate (Eq. 3): the largest x up to which all f are positive.
-
-    ``f(x) = (T_(x) − T_min) − Φ1(Γ(x)) − Φ2(Γ(x)/(e − z))``, with ``Γ(x) = Σ_{k≤x} (T_(k) − T_min)/M_(k)`` and the
-    slowest receiver's Φ2. Differences from the print, M and ``e − z``, are explained in docs/algorithms.md, 1.6."""
+    """Number of stragglers, ``slowest`` first, that migrate (Eq. 3, as in docs/algorithms.md, 1.6): the largest x up to
+    which all f are positive."""
     work = np.array([time.work_seconds for time in times])
     excess = _excess(times)
     receivers = sorted(set(range(len(times))).difference(slowest))

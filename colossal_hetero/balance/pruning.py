@@ -13,7 +13,6 @@ from ..layers.linear import HeteroLinear
 from .config import Priority, Pruning
 from .ratios import layer_ratios
 
-# Column selection ----------------------------------------------------------------------------------------------------
 # Selectors of the contraction columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), in ascending order.
 # None makes the host wait for the device, so they use neither boolean indices nor copies from the host.
 
@@ -143,9 +142,7 @@ class Pruner:
 
     def end_iteration(self) -> bool:
         """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of
-        priorities: the host does not wait for the device. Weight variations are collected also where nothing is pruned,
-        so that a rank that becomes slow has those of the epoch before (SEMI, Algorithm 1). That takes a copy of the
-        weights."""
+        priorities. Weight variations are collected also where nothing is pruned (docs/algorithms.md, 1.3)."""
         if self._rules.priority in ("priority", "priority-diff"):
             self._select()
         if not self.selectors:

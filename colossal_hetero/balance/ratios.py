@@ -54,11 +54,6 @@ def layer_ratios(
     return np.full(len(shares), max_resize)
 
 
-# Whole units ---------------------------------------------------------------------------------------------------------
-# The fastest division of whole units, in grains, over the ranks of a group: an exact integer min-max problem. A block
-# takes as long as its slowest rank. Each rank's time is a line in the number of units that it computes.
-
-
 @dataclass(frozen=True)
 class Line:
     """The time of a rank with ``units`` units and a little more or fewer: ``seconds + slope·(n − units)``."""
@@ -106,9 +101,8 @@ class KindProblem:
 def fastest_counts(kind: KindProblem) -> tuple[int, ...]:
     """Units that each rank should compute for the shortest time; their sum is ``kind.units`` times the number of ranks.
 
-    The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` over all ``n_i ≥ 1`` that differ from the full
-    share by whole grains; of equally fast divisions it is one that moves the least. A deadline determines how many
-    units each rank can compute, so only times at which some rank finishes a whole number of grains need to be tried.
+    The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` (docs/algorithms.md, 1.8) over all ``n_i ≥ 1``
+    that differ from the full share by whole grains; of equally fast divisions it is one that moves the least.
     """
     lines, full = kind.lines, kind.units
     least = -((full - 1) // kind.grain)

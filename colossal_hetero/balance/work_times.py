@@ -82,13 +82,10 @@ class WorkLine:
         return min(max(total / weight, MIN_SLOPE * proportional), MAX_SLOPE * proportional)
 
 
-# Damping -------------------------------------------------------------------------------------------------------------
-# [Note: flicker] A plan starts some iterations after a rank becomes slow, and ends some iterations after it becomes
-# fast again; in these last ones the ranks that received its work are the slow ones. If the rank is slow for only a few
-# iterations at a time, a plan made as soon as possible does harm. So each plan that relieves the rank and is withdrawn
-# after a few iterations doubles the rank's patience; a long time without a slow spell halves it again. That a rank has
-# become *faster* is always accepted after a few iterations, so flicker costs only a few iterations per
-# :data:`MAX_PATIENCE` slow ones. Each rank judges its own slowness.
+# [Note: flicker] Each plan that relieves a rank and is withdrawn after a few iterations doubles the rank's patience; a
+# long time without a slow spell halves it again (docs/how-it-works.md says why). That a rank has become *faster* is
+# always accepted after a few iterations, so flicker costs only a few iterations per :data:`MAX_PATIENCE` slow ones.
+# Each rank judges its own slowness.
 
 MAX_PATIENCE = 32
 """Largest patience in iterations, so that every lasting straggler is balanced at some time."""

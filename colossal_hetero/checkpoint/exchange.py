@@ -195,9 +195,8 @@ class _Layer(NamedTuple):
 def _exchange(
     order: Sequence[str], transfers: Sequence[Transfer], memory: BoxMemory, readers: Sequence[_ReadAhead]
 ) -> tuple[int, list[Transfer]]:
-    """Send what this rank reads and others need, and receive what it needs. Order and transfers are equal on all ranks.
-
-    In each layer, two ranks exchange one message at most. Returns the bytes received, and what could not be sent.
+    """Send what this rank reads and others need, and receive what it needs: in each layer, two ranks exchange one
+    message at most. Order and transfers are equal on all ranks. Returns the bytes received, and what could not be sent.
     """
     rank = dist.get_rank()
     by_layer: dict[str, list[Transfer]] = {layer: [] for layer in order}

@@ -20,7 +20,6 @@ from .model_outline import ModelOutline, persistent_buffers, plain_name
 from .optimizer_memory import NUMBER, PARAMETER, Master, as_scalar, check_stage, masters_of, states_of
 from .pieces import Box, TensorPiece
 
-# Division ------------------------------------------------------------------------------------------------------------
 # Boxes of a rank's *local* tensor and of the whole one. Pure. What no part covers is padding: it is not saved, and zero
 # when the tensor is loaded.
 

@@ -154,10 +154,6 @@ class TensorPiece:
     """Division that the box belongs to, e.g. ``tp0of2``: a file of the layer, with equal boxes on all its ranks."""
 
 
-# Bitmap --------------------------------------------------------------------------------------------------------------
-# Source: AutoHet, section IV-C ("layer bitmap"), with boxes of tensors in place of tensor-parallel shards of layers.
-
-
 class StorageTier(IntEnum):
     """Kinds of places of a box, the fastest first."""
 
@@ -173,7 +169,8 @@ class Location(NamedTuple):
 
 
 class Bitmap:
-    """The locations of each box of each tensor, by layer."""
+    """The locations of each box of each tensor, by layer: AutoHet's layer bitmap (section IV-C), with boxes of tensors
+    in place of tensor-parallel shards of layers."""
 
     def __init__(self, step: int = 0) -> None:
         self.step = step

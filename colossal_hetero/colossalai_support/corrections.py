@@ -245,8 +245,7 @@ def replaced(target: Any, **values: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-# User hooks ----------------------------------------------------------------------------------------------------------
-# Hooks that neither this package nor Colossal-AI has registered.
+# User hooks: those that neither this package nor Colossal-AI has registered.
 
 OWN_PACKAGES = ("colossal_hetero", "colossalai")
 

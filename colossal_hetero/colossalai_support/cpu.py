@@ -296,9 +296,8 @@ def patch_models() -> None:
 
 
 def _check_parameters(optimizer: LowLevelZeroOptimizer) -> None:
-    """``_sanity_checks`` that does not require a GPU or NPU, and turns overlapped communication off, which needs a
-    second stream; this package's plugins overlap in another way. The constructor calls it before it uses its
-    arguments."""
+    """``_sanity_checks`` that does not require a GPU or NPU, and turns off overlapped communication, which needs a
+    second stream (this package's plugins overlap in another way). Called before the constructor uses its arguments."""
     optimizer._overlap_communication = False
     for group in optimizer.optim.param_groups:
         for parameter in group["params"]:

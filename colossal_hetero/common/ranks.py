@@ -98,7 +98,6 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
     return [value for value, _ in everyone]
 
 
-# Group destruction ---------------------------------------------------------------------------------------------------
 # Destroy Gloo's process groups without Python's global interpreter lock. When a collective has returned, a thread of
 # Gloo still holds its tensors for a moment, and may have to release them, for which it needs the lock. The destructor
 # of a group waits for these threads. ``ProcessGroup`` of torch 2.5 runs it with the lock, and then both wait forever;

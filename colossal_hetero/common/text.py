@@ -104,7 +104,6 @@ def parse_rank_factors(text: str) -> dict[int, float]:
     return factors
 
 
-# Pictures ------------------------------------------------------------------------------------------------------------
 # matplotlib is an optional dependency (``pip install 'colossal-hetero[plot]'``), imported when something is drawn.
 
 FORMATS = ("png", "pdf", "svg")

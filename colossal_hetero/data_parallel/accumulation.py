@@ -1,8 +1,6 @@
-"""Gradient accumulation over uneven micro-batches, with exact gradients and an unchanged training loop.
-
-The loop calls all it usually does for every micro-batch. Within a global batch, ``step``, ``zero_grad``, clipping and
-schedules do nothing. Tensors tell which micro-batch a pass belongs to (tagged_tensor.py), and what would train to other
-weights is refused (progress.py).
+"""Gradient accumulation over uneven micro-batches, with exact gradients and an unchanged training loop: within a global
+batch, ``step``, ``zero_grad``, clipping and schedules do nothing. Tensors tell which micro-batch a pass belongs to
+(tagged_tensor.py), and what would train to other weights is refused (progress.py).
 
 [Note: weights of micro-batches] Data parallelism averages gradients over R ranks. The loss of a micro-batch, a mean
 over parts that count w together (usually its samples), is multiplied by ``w · R / W``, where W is the sum of w over the

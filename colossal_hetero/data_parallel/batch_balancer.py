@@ -27,8 +27,6 @@ from .busy_timer import BusyTimer, TimedGlobalBatch
 from .config import BatchConfig, BatchSetup
 from .loader import HeteroDataLoader
 
-# Batch report --------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class BatchShare:
@@ -102,9 +100,6 @@ def batches_in_words(report: BatchReport) -> str:
         ratio = report.equal_seconds / report.iteration_seconds
         words += f", and with equal parts {duration(report.equal_seconds)} ({ratio:.2f} times as long)"
     return f"{words}. It was divided again {count(report.changes, 'time')}."
-
-
-# Batch messages ------------------------------------------------------------------------------------------------------
 
 
 def division_in_words(allocation: Allocation, devices: Sequence[str]) -> str:

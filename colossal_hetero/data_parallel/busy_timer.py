@@ -2,10 +2,9 @@
 
 [Note: what a rank waits for] Marks (events in the device's stream) cut an iteration into *data* (the loop waits in the
 loader's ``__next__``), *waiting* (in a collective with other replicas, or after its last gradient until the backward
-pass ends), *step* (the optimizer's, without collectives) and *work* (all else from the first ``__next__`` on). In stage
-0 the next sum of gradients starts later by the step, so it is work; in stages 1 to 3 all ranks synchronize after it.
-What the loop does between the step and the next batch is left out. Whole iterations are judged, because a device under
-a CPU quota is not stopped equally often in both passes.
+pass ends), *step* (the optimizer's, without collectives; work in stage 0 only: docs/algorithms.md, 2.5) and *work* (all
+else from the first ``__next__`` on). What the loop does between the step and the next batch is left out. Whole
+iterations are judged, because a device under a CPU quota is not stopped equally often in both passes.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ from torch.autograd import Variable
 from ..colossalai_support.accelerator import get_accelerator, recorded_event
 from ..common.methods import wrap_method
 
-# Collective waits ----------------------------------------------------------------------------------------------------
 # Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
 # ``SyncBatchNorm``. ``DistributedDataParallel`` sums gradients in C++, which is not seen here.
-
-
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier"),

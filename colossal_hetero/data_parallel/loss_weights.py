@@ -124,9 +124,6 @@ def _sizes(batch: Any) -> list[int]:
     return [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-# Total weight --------------------------------------------------------------------------------------------------------
-
-
 class SampleTotal:
     """Weights of losses in the global batch, by samples."""
 

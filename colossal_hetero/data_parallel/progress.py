@@ -18,8 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..profiling.preserved_state import inner_optimizer
 
-# Micro batch ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -233,9 +231,6 @@ def _name(micro_batch: MicroBatch) -> str:
 
 def _names(micro_batches: Sequence[MicroBatch]) -> str:
     return ", ".join(_name(each) for each in micro_batches)
-
-
-# Schedules -----------------------------------------------------------------------------------------------------------
 
 
 AVERAGES: Any = (AveragedModel, ModelEmaV2, ModelEmaV3)

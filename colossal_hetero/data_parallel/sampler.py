@@ -19,10 +19,6 @@ from torch.utils.data import Dataset, Sampler
 
 from .progress import MicroBatch
 
-# Seeded samples ------------------------------------------------------------------------------------------------------
-# Random augmentation does not depend on the rank or worker that loads a sample: torch, NumPy and Python draw from a
-# seed that depends on its place in the order of the epoch.
-
 
 class DrawnSample(NamedTuple):
     """Request of a sampler to :class:`SeededSamples`."""
@@ -40,7 +36,9 @@ def drawn_sample(index: int, seed: int, epoch: int, place: int) -> DrawnSample:
 
 
 class SeededSamples(Dataset[Any]):
-    """``dataset`` with its attributes, also by :class:`DrawnSample`."""
+    """``dataset`` with its attributes, also by :class:`DrawnSample`. Random augmentation does not depend on the rank or
+    worker that loads a sample: torch, NumPy and Python draw from a seed that depends on its place in the order of the
+    epoch."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset

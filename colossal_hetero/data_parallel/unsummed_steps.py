@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from ..common.methods import wrap_method
 from ..profiling.preserved_state import inner_optimizer
 
-# Guarded gradients ---------------------------------------------------------------------------------------------------
 # [Note: guarded gradients] After a backward pass, ``parameter.grad`` may lack micro-batches of the global batch, or
 # differ among ranks (ZeRO). A loop that computes with it would train to other weights. So these gradients get a class,
 # :class:`GuardedGradient`, that refuses all functions of torch which read or change values. Parameters whose gradient

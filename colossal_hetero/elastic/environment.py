@@ -1,13 +1,7 @@
-"""Place of a worker in its job: variables of torchrun, SLURM and this package. Without torch.
+"""Place of a worker in its job, without torch: variables of torchrun, SLURM and this package (docs/launching.md).
 
 torchrun starts the workers of a node (``--nnodes 1``), and the variables of this package, which it passes on, name the
-job that several nodes share:
-
-| variable | meaning |
-| --- | --- |
-| ``COLOSSAL_HETERO_STORE`` | ``HOST:PORT`` of the store, which ``colossal-hetero store`` prints |
-| ``COLOSSAL_HETERO_JOB`` | name of the job, by default "default"; jobs with different names can share a store |
-| ``COLOSSAL_HETERO_NODE`` | name of the node, unique in the job; default: that of SLURM, else that of the host |
+job that several nodes share.
 """
 
 from __future__ import annotations
@@ -97,11 +91,6 @@ def check_torchrun(environ: Mapping[str, str]) -> None:
             raise SystemExit(f"the torchrun of this process has ended before it joined its job: {error}") from None
 
 
-# Torchrun place ------------------------------------------------------------------------------------------------------
-# torchrun ends all workers when one of them ends or a node comes or goes, and starts them again, maybe in another
-# world. So a worker takes its world from its environment.
-
-
 RUN_ID = "TORCHELASTIC_RUN_ID"
 NO_RUN_ID = ("", "none")  # run ids of torchrun without ``--rdzv-id``
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -111,6 +100,9 @@ _LAUNCHER = re.compile(r"launcher-(\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class TorchrunPlace:
+    """Place of a worker in its world, from its environment: torchrun ends all workers when one of them ends or a node
+    comes or goes, and starts them again, maybe in another world."""
+
     rank: int
     world_size: int
     local_rank: int

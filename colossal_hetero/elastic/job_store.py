@@ -18,7 +18,6 @@ from torch.distributed import TCPStore
 from .environment import format_address
 from .world import StoreLostError
 
-# Connections ---------------------------------------------------------------------------------------------------------
 # Gloo cannot abort a collective in torch 2.5. The system closes the connections of a killed process, but not those of
 # one that is frozen or behind a broken network. If this process shuts down the half of a connection from which it
 # reads, Gloo raises in everything that waits for the connection; the other half stays open for answers. While Gloo

@@ -32,10 +32,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from .job_store import JobStore
 from .world import JobEndedError, JoinTimeoutError, Member, MembershipTiming
 
-# Joining -------------------------------------------------------------------------------------------------------------
-# torch decides most of it. Added: survivors go first, because layers that only a survivor has would be lost if spares
-# took the places; a world is complete, without the last call, as soon as all survivors and those who wait are there; a
-# member that waits for a place in a full world becomes a spare.
+# torch decides most of how members join. Added: survivors go first, because layers that only a survivor has would be
+# lost if spares took the places; a world is complete, without the last call, as soon as all survivors and those who
+# wait are there; a member that waits for a place in a full world becomes a spare.
 
 
 SECONDS_PER_NOTICE = 5.0  # time after which an incomplete world says who is missing

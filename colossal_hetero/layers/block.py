@@ -26,7 +26,6 @@ from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitRange, UnitShare
 from .workload import Context, Selector, Surrounded, is_recorded, uncompiled, values_of
 
-# Views ---------------------------------------------------------------------------------------------------------------
 # Units of a block must not migrate if somebody sees what a rank computes inside of it: a caller who asks for attention
 # maps or keys, a hook, a replaced forward pass, or a module of the user's own, which may keep what it sees.
 

@@ -1,10 +1,8 @@
 """Random numbers in training that must not depend on who computes, nor on how often.
 
-Dropout inside a block has masks that depend on the unit and not on the rank that computes it: the seed is a hash of a
-key of the forward pass, the block, the number of the dropout in it, the units' owner and their number. The key comes
-from torch's random state on the host, which a tensor-parallel group shares, and which activation checkpointing restores
-before it repeats a pass. Fused attention draws in a kernel, so it is called once for each unit. On a GPU of another
-model the same seed gives another mask. If a rank prunes units, its kept ones count as first.
+Masks of dropout inside a block depend on the unit (docs/algorithms.md, 1.5). Fused attention draws in a kernel, so it
+is called once for each unit. On a GPU of another model the same seed gives another mask. If a rank prunes units, its
+kept ones count as first.
 """
 
 from __future__ import annotations
@@ -136,7 +134,6 @@ class UnitDropout(TorchFunctionMode):
         return hash((self._key, self._block, self._calls, owner, number)) % 2**63
 
 
-# Residual dropout ----------------------------------------------------------------------------------------------------
 # Dropout on activations that every rank of a tensor-parallel group holds in full. Colossal-AI's policies for BERT,
 # BLIP-2, GPT-2, GPT-J and T5 draw it separately on each rank (``DropoutForParallelInput``). Then a unit gives another
 # result on another rank, and parameters that all ranks hold get different gradients.
@@ -166,7 +163,6 @@ def draw_residual_dropout_equally(model: nn.Module, group: dist.ProcessGroup) ->
                 dropout.__class__ = DropoutForReplicatedInput
 
 
-# Repeated dropout ----------------------------------------------------------------------------------------------------
 # ``torch.utils.checkpoint`` restores torch's random state before it repeats a pass, but not that of Colossal-AI's
 # dropout layers (``Randomizer``). With other masks, gradients would belong to no pass at all.
 
@@ -194,11 +190,9 @@ def _as_before(before: list[tuple[Randomizer, dict[str, Any]]]) -> Iterator[None
             vars(randomizer).update(state)
 
 
-# Seeded passes -------------------------------------------------------------------------------------------------------
-# Random numbers of training passes that depend on the step, the micro-batch and the block, and on nothing else: at the
-# beginning of every block torch's generators are seeded with a hash of the micro-batch's seed and the block's name, so
-# masks are the same wherever a block is computed. When activation checkpointing repeats a block, other micro-batches
-# have begun. It first restores the random state from before the block, so the micro-batch's seed is read from it.
+# Random numbers of training passes that depend on the step, the micro-batch and the block alone (docs/elastic.md). When
+# activation checkpointing repeats a block, other micro-batches have begun. It first restores the random state from
+# before the block, so the micro-batch's seed is read from it.
 
 AFTER_BLOCKS = 1
 """Added to a micro-batch's even seed after a block, so that dropout after all blocks differs from that before them."""

@@ -26,13 +26,11 @@ from .linear import HeteroVocabParallelLMHead1D
 from .unit_layout import UnitPlace
 from .workload import Clock, uncompiled
 
-# Own logits ----------------------------------------------------------------------------------------------------------
-# Every rank keeps the head's input and the weights of its own rows. So while a plan lets it compute other rows, it can
-# compute the logits of its own ones when they are first used, without a message.
-
 
 class OwnRows:
-    """Logits of a rank's own rows: how they are computed, and the result once that has happened."""
+    """Logits of a rank's own rows: how they are computed, and the result once that has happened. A rank keeps the
+    head's input and the weights of these rows. So while a plan lets it compute others, it can compute these when they
+    are first used, without a message."""
 
     def __init__(self, product: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor]) -> None:
         self._product = product

@@ -1,11 +1,4 @@
-"""The product of a tensor-parallel linear layer, dense or resized, in the forward and backward pass.
-
-With ``M`` rows (batch × sequence), ``L`` contraction columns of this rank's weight, ``N`` of its outputs, ``P`` the
-pruned columns and ``k`` the kept ones (SEMI, Sec. III-A)::
-
-    forward   Y  [M, N] = X[:, k] · W[:, k]ᵀ + b      the output keeps its full shape
-    dgrad     dX [M, L]:  dX[:, k] = dY · W[:, k],    dX[:, P] imputed
-    wgrad     dW [N, L]:  dW[:, k] = dYᵀ · X[:, k],   dW[:, P] imputed
+"""The product of a tensor-parallel linear layer, dense or resized, forward and backward (docs/algorithms.md, 1.1).
 
 If nothing is pruned, the result is bit for bit that of Colossal-AI's layers. With units of a block, the same formulas
 apply to the units that this rank computes (:mod:`.unit_layout`).
@@ -26,7 +19,6 @@ from ..colossalai_support.corrections import without_second_derivatives
 from .unit_layout import UnitShare, WeightLayout
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
-# Sequence parallel ---------------------------------------------------------------------------------------------------
 # Outside of blocks each of ``e`` ranks holds a part of the sequence of ``S`` positions (Colossal-AI's modes
 # ``split_gather`` and ``ring``). A column-parallel layer gathers X forward, and of dX, summed over ranks, each rank
 # keeps its part; a row-parallel layer sums Y and gathers dY. ``ring`` overlaps gathering with the product; here that

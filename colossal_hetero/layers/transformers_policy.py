@@ -1,9 +1,6 @@
-"""Tensor and pipeline parallelism for models of newer versions of transformers than Colossal-AI knows.
-
-Colossal-AI replaces the forward passes of each family by copies for one version. Here the library's own forward pass
-runs: only linear layers and embeddings are replaced. They are divided as the configuration says that comes with the
-model (``base_model_tp_plan``), or as :data:`PLANS` says for families without one. In a pipeline each stage runs the
-whole forward pass, in which blocks of other stages return their input, and the embedding what the stage before sent.
+"""Tensor and pipeline parallelism for models of newer versions of transformers than Colossal-AI knows, with the
+library's own forward pass (docs/newer-versions.md). Layers are divided as the model's configuration says
+(``base_model_tp_plan``), or as :data:`PLANS` says for families without one.
 """
 
 from __future__ import annotations

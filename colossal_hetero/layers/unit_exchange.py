@@ -1,9 +1,8 @@
 """Messages of migrated units: weights before a forward pass, gradients back in backward (docs/algorithms.md, 1.5).
 
-The weights of many blocks (a *bucket*) are sent in one message per pair of ranks. A rank waits for a bucket when its
-first block is about to compute. At that moment all ranks start the messages of the next bucket: no earlier, because
-queued messages can hold back products on a GPU; and also ranks that have no part in it, because NCCL demands one order
-of the operations of two communicators on all ranks. Gradients return to their owners inside each backward pass.
+The weights of many blocks (a *bucket*) are sent in one message per pair of ranks. When the first block of a bucket is
+about to compute, a rank waits for it, and all ranks, in it or not (docs/how-it-works.md, one order of launches), start
+the next bucket: no earlier, because queued messages can hold back products on a GPU.
 """
 
 from __future__ import annotations

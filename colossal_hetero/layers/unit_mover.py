@@ -16,7 +16,6 @@ from .transport import Transport, is_out_of_memory
 from .unit_layout import UnitPlace, UnitRange
 from .workload import values_of
 
-# Holdings ------------------------------------------------------------------------------------------------------------
 # A *holding* lists the units that a rank holds, in the order of its tensors. Ordinarily every rank holds its own.
 
 Holding = tuple[UnitRange, ...]

@@ -115,13 +115,9 @@ def _check_step(optimizer: Any) -> None:
         )
 
 
-# Pipeline batches ----------------------------------------------------------------------------------------------------
-# A plan says how many micro-batches of a global batch each replica takes. The loader gives a replica its part at once,
-# and the schedule cuts it.
-
-
 class PipelineBatches(UnevenBatches):
-    """Divides global batches over replicas in micro-batches of one size, as ``plan`` says.
+    """Divides global batches over replicas in micro-batches of one size, as ``plan`` says. The loader gives a replica
+    its part at once, and the schedule cuts it.
 
     Gradients are exact: the loss of a micro-batch is weighted such that the sum over replicas is the mean over the
     samples of the global batch. See [Note: weights of micro-batches] in ``data_parallel``."""

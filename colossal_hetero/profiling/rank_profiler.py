@@ -25,7 +25,6 @@ from .preserved_state import preserved_state
 from .progress import Progress, ProgressDisplay
 from .training_step import TrialRun
 
-# Smallest batch ------------------------------------------------------------------------------------------------------
 # Batch normalization of inputs ``[N, C]`` needs two values per channel, so a model with such a layer cannot train with
 # a single sample. Other training steps need pairs or triplets.
 

@@ -1,13 +1,7 @@
 """Division of a global batch into micro-batches of the ranks (Poplar, Algorithm 2; docs/algorithms.md, 2.3).
 
-The same curves give the same allocation on every rank. The predicted time depends on the ZeRO stage:
-
-- Stages 0 and 1: the ranks synchronize once per global batch, ``wall = max_i busy_i + communication``.
-- Stages 2 and 3: the ranks synchronize at every micro-step: ``full`` ones of m samples over all ranks and a last one
-  with the remainder, ``wall = full·(max_i seconds_i[b_i] + comm) + (max_i seconds_i[r_i] + comm)``.
-
-A rank's optimizer step takes a fixed time. In stage 0 no collective follows it, so it is a part of ``busy_i``. In
-stages 1 to 3 the ranks then synchronize the parameters, so the wall time grows by the longest step. A rank without
+The same curves give the same allocation on every rank. Beyond the formulas there: the last micro-step of stages 2 and 3
+has the remainder of the samples, and in stages 1 to 3 the wall time grows by the longest optimizer step. A rank without
 samples in a micro-step runs ``min_batch`` samples of weight zero.
 """
 
@@ -167,12 +161,9 @@ def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: 
 def _in_proportion(
     curves: Sequence[Curve], samples: int, form: str, method: str, flops: Sequence[float] | None
 ) -> list[Runs]:
-    """Each rank's micro-batches by a rule, the largest that fit.
-
-    In form ``every step`` (stages 2 and 3), each micro-step is divided in proportion. In the others, all samples are,
-    and each rank's part into the fewest micro-steps that fit on all ranks: ``shared`` evenly, ``per_rank`` with a
-    smaller last one.
-    """
+    """Each rank's micro-batches by a rule, the largest that fit. In form ``every step`` (stages 2 and 3), each
+    micro-step is divided in proportion. In the others, all samples are, and each rank's part into the fewest
+    micro-steps that fit on all ranks: ``shared`` evenly, ``per_rank`` with a smaller last one."""
     largest = np.array([curve.max_batch for curve in curves])
     min_batch = max(curve.min_batch for curve in curves)
     if method == "uniform":  # every rank runs micro-batches that all hold
@@ -206,9 +197,8 @@ def _in_proportion(
 
 
 def _poplar_once(curves: Sequence[Curve], samples: int) -> list[Runs]:
-    """Lines 2 to 16, for one synchronization per global batch: each rank gets ``⌊t·speed_i⌋`` samples, with the peak
-    speeds and ``t = gbs / Σ speed_i``; the others go one by one to the rank that has computed for the shortest time.
-    Micro-batches have the size of the peak."""
+    """Lines 2 to 16 (docs/algorithms.md, 2.3), for one synchronization per global batch; micro-batches have the size of
+    the peak."""
     speeds = np.array([curve.peak_speed for curve in curves])
     parts = np.floor(samples / speeds.sum() * speeds + 1e-9).astype(np.int64)
     for _ in range(samples - int(parts.sum())):

@@ -1,10 +1,9 @@
-"""Decide when global batches are divided again: a closed loop on the times that replicas take for their present parts.
+"""Decide when global batches are divided again, from the times that replicas take for their parts (docs/algorithms.md,
+2.5). Only operations are used that all processors round equally, so that all ranks compute the same.
 
-docs/algorithms.md, 2.5, has the rules. [Note: times of replicas that wait] A device whose time is limited (a CPU quota,
-a limit of power or temperature) may save up time while it waits, so the time of a replica that waits is optimistic, and
-that of a replica for which the others wait is reliable: the last reliable speed is remembered.
-
-Only operations are used that all processors round equally, so that all ranks compute the same.
+[Note: times of replicas that wait] A device whose time is limited (a CPU quota, a limit of power or temperature) may
+save up time while it waits, so the time of a replica that waits is optimistic, and that of a replica for which the
+others wait is reliable: the last reliable speed is remembered.
 """
 
 from __future__ import annotations

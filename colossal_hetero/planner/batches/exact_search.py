@@ -78,11 +78,9 @@ class _Kinds:
     def parts(
         self, room: Callable[[float], NDArray[Any]], seconds: float, least: float, samples: int, floor: int = 1
     ) -> NDArray[np.int64]:
-        """Each rank's part of ``samples``, where ``seconds`` is the least time in which all can be run.
-
-        No rank gets less than its ``room`` in a shorter time, and the sum of squares is the least possible. So ranks
-        wait little, and those of a kind differ by at most one sample.
-        """
+        """Each rank's part of ``samples``, where ``seconds`` is the least time in which all can be run. No rank gets
+        less than its ``room`` in a shorter time, and the sum of squares is the least possible, so that ranks wait
+        little and those of a kind differ by at most one sample."""
         high = np.repeat(room(seconds), self.counts).astype(np.int64)
         low = np.zeros_like(high)
         if seconds * (1.0 - TOLERANCE) >= least:

@@ -144,7 +144,6 @@ def _check_points(points: Mapping[int, float], min_batch: int, max_batch: int) -
         )
 
 
-# Equal devices -------------------------------------------------------------------------------------------------------
 # Devices of one kind get one curve if their measured times differ by no more than measuring explains. Otherwise, one of
 # two equal devices would get more samples, and the other would wait for it. A device that is really slower by less is
 # found while the model trains, where many more passes are timed.

@@ -76,9 +76,7 @@ def _fitted_bandwidth(curve: tuple[float, float, float], max_bytes_per_second: f
 @functools.lru_cache(maxsize=1024)
 def _fastest_message(curve: tuple[float, float, float], max_bytes_per_second: float) -> tuple[float, float]:
     """Bytes and seconds of the message that takes the shortest time; smaller messages count as taking the same time.
-
-    Below the measured sizes a fitted curve falls to 0, as if smaller messages took longer.
-    """
+    Below the measured sizes a fitted curve falls to 0, as if smaller messages took longer."""
     fastest_bytes, shortest_seconds = math.inf, math.inf
     for step in range(LARGEST_EXPONENT * STEPS_PER_OCTAVE, SMALLEST_EXPONENT * STEPS_PER_OCTAVE - 1, -1):
         exponent = step / STEPS_PER_OCTAVE

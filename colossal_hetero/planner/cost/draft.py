@@ -291,9 +291,6 @@ def _channels(pool: SlotPool, numbers: Sequence[int]) -> list[Channel]:
     return [pool.links.channels[number] if number >= 0 else NO_LINK for number in numbers]
 
 
-# Plans ---------------------------------------------------------------------------------------------------------------
-
-
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str) -> Plan:
     pool = draft.pool
     return finished_plan(

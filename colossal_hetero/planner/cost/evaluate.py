@@ -19,8 +19,6 @@ from .ranked_plan import ROUNDING
 from .runnable import why_not_runnable
 from .simulate import simulate_plan
 
-# Differences ---------------------------------------------------------------------------------------------------------
-
 
 def differences(one: Plan, other: Plan) -> list[str]:
     """Differences as "what: of one → of other", the causes of the time first; empty if only ranks differ."""
@@ -84,9 +82,6 @@ def devices_in_words(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> list[StagePlan]:
     return [stage for replica in plan.replicas for stage in replica.stages]
-
-
-# Plan cost -----------------------------------------------------------------------------------------------------------
 
 
 GIGABYTE = 1e9

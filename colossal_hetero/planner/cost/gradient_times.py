@@ -111,9 +111,6 @@ class Summing:
         return float(max(spent.values()))
 
 
-# Micro batch division ------------------------------------------------------------------------------------------------
-
-
 def even_end(ends: NDArray[np.float64], steps: NDArray[np.float64], micro_batches: int) -> float:
     """Time at which pipelines end that get some of so many further micro-batches, if these could be divided."""
     order = np.argsort(ends, kind="stable")

@@ -320,10 +320,8 @@ def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
 
 
 def _pipeline(pipeline: PipelineLayout, shortened: bool) -> str:
-    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of two blocks; "+" joins chunks.
-
-    Stages with several chunks share no part, to tell them apart.
-    """
+    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of two blocks; "+" joins chunks. Stages with
+    several chunks share no part, to tell them apart."""
     parts = []
     for (words, *_), run in itertools.groupby(
         enumerate(pipeline.stages),

@@ -198,7 +198,6 @@ def chunked_order(stages: int, chunks: int, micro_batches: int, seconds: GraphSe
     return interleaved(stages, chunks // stages, micro_batches)
 
 
-# Zero bubble ---------------------------------------------------------------------------------------------------------
 # ``PipelineGraph.get_v_schedule()`` orders the passes of stages that are alike, from the times of one chunk. The plugin
 # runs the same nodes (``scheduler_nodes``), so a plan has these times. Unequal stages run this order as well.
 #

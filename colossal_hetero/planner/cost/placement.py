@@ -1,8 +1,7 @@
-"""Placement of slots: from which node each is taken, and for which stage of which pipeline.
+"""Placement of slots: from which node each is taken, and for which stage of which pipeline (docs/algorithms.md, 3).
 
-AutoHet, section III-C: tensor parallelism gets the fastest links, inside a node, data parallelism the next, and
-pipelines the slowest (:func:`place`). If gradients are small and activations large, pipelines need fast links more than
-data parallelism does (:func:`place_together`). Kinds with less computing power get the earlier stages.
+Data parallelism gets the faster links (:func:`place`; AutoHet, section III-C), or pipelines do
+(:func:`place_together`). Kinds with less computing power get the earlier stages.
 
 [Note: shared hops] Pipelines that are alike send over the same cut at the same time. A stage takes part in one exchange
 at a time, in which each of its devices sends one message and receives one. So at most as many messages go through a

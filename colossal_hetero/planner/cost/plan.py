@@ -342,17 +342,10 @@ def save_plan(plan: Plan, path: Path | str) -> None:
     write_json(plan.model_dump(mode="json", by_alias=True), path)
 
 
-# Overlap -------------------------------------------------------------------------------------------------------------
-
-
 def exposed_seconds(
     synchronization_seconds: float, passes: Iterable[tuple[float, float]], *, equal: bool = True
 ) -> float:
-    """Time of sums of gradients over replicas that the overlapped optimizer does not hide, per iteration.
-
-    One half is a reduce-scatter of gradients, hidden by the backward pass of the last micro-batch. The other half is an
-    all-gather of parameters, hidden by the forward pass of the first micro-batch of the next iteration. The first and
-    the last bucket, which nothing hides, are not counted, nor is that communication slows down computation.
-    """
+    """Time of sums of gradients over replicas that the overlapped optimizer does not hide, per iteration: its formula
+    is in docs/algorithms.md, 3. That communication slows down computation is not counted."""
     half = synchronization_seconds / 2
     return max(max(half - forward if equal else half, 0.0) + max(half - backward, 0.0) for forward, backward in passes)

@@ -230,9 +230,6 @@ class Pricer:
         )
 
 
-# Ranks of a layout ---------------------------------------------------------------------------------------------------
-
-
 def slots_of(topology: Topology, ranks: Ranks, degree: int) -> dict[str, list[tuple[int, ...]]]:
     """The groups in ``ranks``, by kind of device."""
     slots: dict[str, list[tuple[int, ...]]] = {}

@@ -51,7 +51,6 @@ def compared(seconds: float, best_seconds: float, what: str = "it is not as simp
     return f"{-percent:.1f} % faster, but {what}, which must gain {100 * (MIN_GAIN - 1):.0f} %"
 
 
-# Prediction error ----------------------------------------------------------------------------------------------------
 # [Note: how sure a prediction is] The times of a kind of device, at a degree and a size of micro-batch, were measured
 # together, with a relative standard error that the profile has, so they are all wrong by one unknown factor near to 1.
 # Such factors are drawn at random, and the formula (``stages/pipeline.py``) is computed with each of them. The

@@ -193,9 +193,6 @@ def simulate_passes(
     return np.array(free)
 
 
-# Plans ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class PlanSimulation:
     plan: Plan

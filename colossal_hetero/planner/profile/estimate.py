@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from ..cluster.topology import DeviceKind
 from .layer_profile import LayerSizes, LayerTimes, ModelProfile
 
-# Gpt -----------------------------------------------------------------------------------------------------------------
-#
-# Parameters and operations: Holmes, Eq. 5 and 6 (Narayanan et al., "Efficient large-scale language model training on
-# GPU clusters using Megatron-LM", 2021, Eq. 2 and 3); activation memory: Korthikanti et al., "Reducing activation
-# recomputation in large transformer models", 2022, sections 4.1 to 5. FLOP are those of matrix products, a tight bound.
+# Parameters and operations of a GPT: Holmes, Eq. 5 and 6 (Narayanan et al., "Efficient large-scale language model
+# training on GPU clusters using Megatron-LM", 2021, Eq. 2 and 3); activation memory: Korthikanti et al., "Reducing
+# activation recomputation in large transformer models", 2022, sections 4.1 to 5. FLOP are those of matrix products, a
+# tight bound.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +141,6 @@ def _sizes(model: Transformer, degree: int) -> LayerSizes:
         forward_sums=() if degree == 1 else (1, *[2] * model.layers, 0),
         backward_sums=() if degree == 1 else (0, *[2] * model.layers, 1),
     )
-
-
-# Vit -----------------------------------------------------------------------------------------------------------------
 
 
 IMAGE_SIZE = 32

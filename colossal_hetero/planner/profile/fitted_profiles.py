@@ -41,8 +41,6 @@ def _with_context(kind: DeviceKind, profile: ModelProfile) -> DeviceKind:
     return dataclasses.replace(kind, memory_reserve_bytes=max(kind.memory_reserve_bytes, context))
 
 
-# On links ------------------------------------------------------------------------------------------------------------
-#
 # Estimated times contain no communication of tensor parallelism, measured ones do. A layer takes ``sums · (2 (n−1)/n ·
 # bytes/bandwidth + 2 (n−1) · latency)`` longer, for a ring in a node (Patarasuk and Yuan 2009), while all groups of the
 # node do the same. The slowest node with the same kind of device counts.

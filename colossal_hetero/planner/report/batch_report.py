@@ -116,8 +116,6 @@ def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int) -> N
         )
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
 SCHEMA = 1
 MAX_RING_RANKS = 32
 

@@ -58,9 +58,6 @@ def reason(plan: Plan, ranked: Sequence[Plan], worked_out: int) -> str:
     return f"{slower}: {what}, {duration(parts[cause])} instead of {duration(best_parts[cause])}"
 
 
-# No plan -------------------------------------------------------------------------------------------------------------
-
-
 def why_no_chunks(schedules: Sequence[Schedule], makes: ChunkedPlans) -> str:
     reasons = "; ".join(f"{schedule}: {problem}" for schedule, problem in makes.problems.items())
     return f"no plan of the schedule {' or '.join(schedules)} is possible: " + (

@@ -85,8 +85,7 @@ class Neighborhood:
 
     def _evened(self, draft: Draft, most: int, near: float) -> Draft:
         """``draft``, or a faster one that is reached over neighbors, each at most ``near`` times as slow, that would be
-        faster if micro-batches could be divided: with few of them, it may take several changes until the slowest
-        pipeline has one less."""
+        faster if micro-batches could be divided (docs/how-the-planner-works.md, perturbation)."""
         best, seen = draft, set[object]()
         found: Draft | None = draft
         while found is not None:

@@ -28,9 +28,6 @@ from .pipeline_bounds import PipelineBounds, RelaxedPool
 from .problem import Problem
 from .search import search
 
-# Node choice ---------------------------------------------------------------------------------------------------------
-
-
 MAX_CHOICES = 20_000
 """Limit of choices; with more, some numbers of nodes are left out, first of the types with most nodes."""
 
@@ -98,8 +95,6 @@ def taken(topology: Topology, types: Sequence[NodeType], counts: Sequence[int]) 
     return topology.of_devices(set(numbers)), tuple(numbers)
 
 
-# Time bounds ---------------------------------------------------------------------------------------------------------
-#
 # [Note: a bound for all plans] Let ρ[t] be the time that a slot of kind t needs at least for a whole micro-batch (see
 # [Note: a lower bound on a pipeline's time] in ``pipeline_bounds.py``): a share σ of the model's work takes at least
 # σ·ρ[t]. Let P = Σ 1/ρ over all slots, and K the number of micro-batches of an iteration of T seconds.

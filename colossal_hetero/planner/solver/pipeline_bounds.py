@@ -239,9 +239,6 @@ def least_kind(one: SlotKind, other: SlotKind) -> SlotKind:
     return replace(one, costs=combined((one.costs, other.costs), np.min), recomputed=again)
 
 
-# Relaxed pools -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class RelaxedPool:
     """Slots of one degree and micro-batch, by the number of pipelines of a plan.

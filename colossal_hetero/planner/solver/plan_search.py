@@ -313,9 +313,6 @@ def _by_form(ranked: Sequence[Draft], *, by_size: bool) -> list[list[Draft]]:
     return list(forms.values())
 
 
-# Few slots ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class FewSlots:
     """All plans of a pool, at least of so many devices: those that are cut alike, or those that may differ."""

@@ -152,9 +152,6 @@ class _Goal:
         return found
 
 
-# Pools of one search -------------------------------------------------------------------------------------------------
-
-
 def _drafts(problem: Problem, goal: _Goal | None) -> tuple[list[PlanSearch], list[Draft]]:
     """Searches of simple plans, then with recomputation, then with ZeRO stage 1; and the plans of all."""
     builder = DraftBuilder(problem.topology, problem.method, overlap=problem.overlap)
@@ -263,9 +260,6 @@ def _compared(
     if len(problem.topology.devices) == 1:
         notes.append("there is one device, so there is nothing to divide: only the micro-batches were chosen")
     return best.model_copy(update={"notes": tuple(notes)})
-
-
-# Pipelines to divide over chunks -------------------------------------------------------------------------------------
 
 
 def _pipelines_to_divide(problem: Problem, searches: Sequence[PlanSearch]) -> list[Candidate]:

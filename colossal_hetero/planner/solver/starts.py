@@ -220,10 +220,8 @@ def _both_ways(rows: Sequence[Sequence[Place]]) -> Iterator[Rows]:
 def _in_groups(
     places: Sequence[Place], size: int, work: Callable[[Place], float], near: Callable[[Place], object]
 ) -> Iterator[list[Place]]:
-    """Places in groups of ``size`` with equal ``near``, a node in a wide sense, and then those left over.
-
-    First come the fastest groups, or the fastest group of each node, or all groups of the largest node.
-    """
+    """Places in groups of ``size`` with equal ``near``, a node in a wide sense, and then those left over. First come
+    the fastest groups, or the fastest group of each node, or all groups of the largest node."""
     together: dict[object, list[Place]] = {}
     for place in places:
         together.setdefault(near(place), []).append(place)

@@ -171,11 +171,6 @@ def min_sum_bounds(costs: _Floats, seconds: _Floats, limit: float) -> tuple[int,
     return (0, *reversed(bounds))
 
 
-# All cuts ------------------------------------------------------------------------------------------------------------
-# Costs of :func:`.evaluate` for all ways to cut a model over stages in a given order: with t the stages' times per
-# micro-batch and u their updates, K micro-batches take ``Σ t + (K − 1)·max t + max u``.
-
-
 MAX_CUTS = 5_000
 """Ways to cut a model that are all tried, at most."""
 
@@ -184,7 +179,8 @@ _NO_LIMIT = 1 << 40
 
 @dataclass(frozen=True, eq=False)
 class CutTimes:
-    """Times of a pipeline for each way to cut the model, ``[cuts]``."""
+    """Times of a pipeline, as of :func:`.evaluate`, for each way to cut the model in a given order of stages,
+    ``[cuts]``."""
 
     fill_seconds: NDArray[np.float64]
     """Time of one micro-batch through the empty pipeline, and of the longest update."""

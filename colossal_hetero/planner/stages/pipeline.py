@@ -5,9 +5,8 @@ head of the last. A stage holds at least one block and runs in a *slot*: a tenso
 in one node. Slots are interchangeable if they share one ``LayerCosts`` object and have the same memory. *Bounds* say
 which blocks a stage runs: ``[bounds[s], bounds[s + 1])``.
 
-The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first micro-batch passes
-through the empty pipeline, and each further one takes one period of the longest stage. What it is worth beside the
-event simulation is in ``docs/algorithms.md``, section 3.
+The time is AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t`` (docs/algorithms.md, 3, compares it with the simulation): the
+first micro-batch passes through the empty pipeline, each further one takes a period of the longest stage.
 """
 
 from __future__ import annotations

@@ -77,9 +77,6 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-# Rules ----------------------------------------------------------------------------------------------------
-
-
 HOLMES_ALPHA = 1.05
 """α of Holmes' Eq. 2; the value is from section 4.4."""
 
@@ -107,10 +104,8 @@ def uniform(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) 
 
 
 def holmes(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> tuple[int, ...]:
-    """Holmes' self-adapting partition (section 3.3, Eq. 2): in order of speed, a stage of speed S gets ``⌊α·N·S/ΣS⌋``
-    of the N blocks; the slowest stages share the rest. S is the speed that training on the stage's cluster alone has
-    reached, which contains its network (Table 1), if the cluster file has it, else the speed of the slot's blocks.
-    Differences: each stage gets at least one block, and if all are equally fast, the parts are equal."""
+    """Holmes' self-adapting partition (docs/algorithms.md, 3): in order of speed, a stage of speed S gets
+    ``⌊α·N·S/ΣS⌋`` of the N blocks; the slowest stages share the rest. If all are equally fast, the parts are equal."""
     measured = [slot.training_speed for slot in slots]
     speeds = _speeds(slots) if None in measured else np.array(measured, dtype=float)
     slowest = speeds <= speeds.min() * (1 + ROUNDING)

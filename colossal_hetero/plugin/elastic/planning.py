@@ -29,17 +29,14 @@ SECONDS_PER_LOOK = 0.1  # between two looks who has come
 SHARD_COPIES = 2  # ranks that hold each shard of an optimizer's state
 
 
-# Waiting -------------------------------------------------------------------------------------------------------------
-# If no plan fits the members that are there, they stay in their world, and keep what they hold. When a process waits to
-# join, or a member leaves, all of them form the next world and plan again.
-
-
 class TooFewNodes(Exception):
     """No plan fits the members that are there, and nobody came within the limit."""
 
 
 class WaitForNodes:
-    """Time that this member has been waiting for nodes."""
+    """Time that this member has been waiting for nodes. If no plan fits the members that are there, they stay in their
+    world, and keep what they hold. When a process waits to join, or a member leaves, all form the next world and plan
+    again."""
 
     def __init__(self, members: Members, limit_seconds: float) -> None:
         self._members, self._limit = members, limit_seconds

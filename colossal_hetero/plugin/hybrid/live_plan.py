@@ -66,6 +66,9 @@ from .planned_mesh import MakeGroup
 
 log = logging.getLogger(__name__)
 
+SLOW = 2.0
+"""Times that a stage takes longer than another one from which on a plan without its devices is looked for."""
+
 
 @dataclass(frozen=True)
 class PlanChange:
@@ -108,6 +111,7 @@ class LivePlan:
         self._is_moving = self._is_boundary = False
         self._steps = 0
         self._evidence, self._of_links = LastingChange(), LastingChange(LINK_CHANGED)
+        self._waits = False  # for certainty about a link, for one window
         self._links: dict[tuple[int, int], LinkDrift] = {}  # as last measured when a plan was looked for
         self._seen: DriftReport | None = None
         self._told: set[tuple[int, ...]] = set()  # ranks that had better be left out
@@ -180,8 +184,10 @@ class LivePlan:
             for link in report.links:
                 if self._of_links.is_suspected({link.ranks: link.ratio, (): 1.0}):
                     print_on_rank_0(f"after step {self._steps}, {link}")
-        elif suspected or not stages_have_changed:  # the next window tells whether the link has changed, too
+        elif not stages_have_changed or (suspected and not self._waits):
+            self._waits = suspected  # the next window tells whether the link has changed, too
             return
+        self._waits = False
         self._links |= {link.ranks: link for link in report.links}
         known = replace(report, links=tuple(self._links.values()))
         proposal = from_rank_0(lambda: self._paying(known, iteration))
@@ -203,7 +209,7 @@ class LivePlan:
     def _paying(self, report: DriftReport, iteration: float | None) -> Proposal | None:
         proposal, least = self._run.propose(report, self._search()), self._caution.least_gain(self._steps)
         if proposal is not None:
-            self._say_who_slows_the_others(proposal)
+            self._say_who_slows_the_others(report, proposal)
             words = split_in_words(proposal.plan), 100 * proposal.gain, 100 * least
             log.debug("layers %s gain %.1f %%, and %.1f %% are needed", *words)
         if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), least):
@@ -212,7 +218,10 @@ class LivePlan:
             self._expected_seconds = iteration * (1 - proposal.gain / 2)
         return proposal
 
-    def _say_who_slows_the_others(self, proposal: Proposal) -> None:
+    def _say_who_slows_the_others(self, report: DriftReport, proposal: Proposal) -> None:
+        ratios = [stage.ratio for stage in report.stages]
+        if max(ratios) < SLOW * min(ratios):
+            return
         plan, planning = self._run.plan, replace(self._plugin.planning, zero_stages=(self._run.plan.zero_stage,))
         with suppress(NoPlanError):
             best = best_plan(planning, proposal.topology, self._run.profile, plan.tensor_parallel, all_devices=False)

@@ -37,14 +37,11 @@ from ..zero.overlapped_optimizer import summing_in_passes
 from .live_plan import LivePlan
 from .planned_run import PlannedRun
 
-# One stage -----------------------------------------------------------------------------------------------------------
-# ``execute_pipeline`` for a model that is not cut into stages, so that a training loop fits any plan. It returns and
-# refuses what Colossal-AI's 1F1B schedule does, of which it is the case of one stage.
-
 
 class OneStageSchedule:
-    """Runs the forward and backward passes of a replica's batch, and accumulates their gradients; they are summed over
-    replicas in the last backward pass, unless ``without_sync`` is None."""
+    """Colossal-AI's 1F1B schedule for a model that is not cut into stages: it returns and refuses the same, so that a
+    training loop fits any plan. Gradients of a replica's batch accumulate, and are summed over replicas in the last
+    backward pass, unless ``without_sync`` is None."""
 
     def __init__(
         self,

@@ -121,7 +121,6 @@ def planned_mesh(
         yield
 
 
-# Communicators -------------------------------------------------------------------------------------------------------
 # torch makes NCCL's communicator in a group's first collective, which therefore runs here, while the environment
 # variables of the network are set. Communicators that torch makes for the same group later, for two ranks that send to
 # each other, use the same network, because its name is in the group's options too, unless ``NCCL_NET`` is set in the

@@ -36,7 +36,6 @@ from .plan_agreement import agree_on_plan, as_launched, launched_topology
 from .planned_mesh import ordered_group, plan_groups, planned_mesh, set_adapter_variables
 from .plugin_arguments import arguments_from_plan, check_model
 
-# Recomputation -------------------------------------------------------------------------------------------------------
 # A stage that recomputes keeps only the input of each block, whose forward pass runs again in the backward pass. The
 # switches of the models are not used: some checkpoints are always reentrant, which zero-bubble schedules cannot use,
 # and none has the random state of tensor-parallel dropout.

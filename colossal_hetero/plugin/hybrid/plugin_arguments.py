@@ -135,11 +135,9 @@ def zero_in_fp32(plugin: HybridParallelPlugin) -> AbstractContextManager[None]:
     return replaced(plugin, precision="float32" if is_exact else plugin.precision)
 
 
-# Unequal chunks ------------------------------------------------------------------------------------------------------
-# Unequal stages in schedules with several chunks per stage. Of ``stages × chunks`` interleaved chunks, stage s holds s,
-# s + stages, s + 2·stages, …; of ``2 · stages`` zero-bubble chunks, it holds s and 2·stages − 1 − s. Colossal-AI's
-# stage manager can divide layers in these ways, but its constructor asserts one number per stage, with which both
-# schedules fail later. So the numbers are set after the constructor.
+# Unequal stages in schedules with several chunks per stage. Colossal-AI's stage manager can divide layers over chunks
+# (those of a stage are in ``planner/cost/pass_order.py``), but its constructor asserts one number per stage, with which
+# both schedules fail later. So the numbers are set after the constructor.
 
 
 def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int] | None]:

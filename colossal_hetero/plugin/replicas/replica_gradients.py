@@ -17,7 +17,6 @@ from ...colossalai_support.accelerator import get_accelerator
 from ...common.ranks import of_every_rank
 from ..zero.gradient_sums import Finish, GradientBucket, GradientSums, divided
 
-# Commit --------------------------------------------------------------------------------------------------------------
 # [Note: commit] Before the optimizer steps, all ranks exchange a message, so that a step happens on all of them or on
 # none: the norm of all gradients, if a gradient is not finite, and which parameters got a gradient anywhere. No rank
 # steps before it has the sum over the world. So if any rank has stepped, every rank had its complete gradients. If a
@@ -56,10 +55,8 @@ def exchange(
     return Commit(norm, overflows > 0, frozenset(number for number, count in enumerate(counts) if count == 0), sums)
 
 
-# Holders -------------------------------------------------------------------------------------------------------------
-# In replicas that are not alike, a layer may be in another stage, beside other layers. So its gradients are summed
-# layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient synchronization). Sums start
-# in the order of the model's parameters, reversed, because backward passes compute gradients in about this order.
+# Gradients are summed layer by layer, over all ranks that hold the layer (docs/unequal-replicas.md). Sums start in the
+# order of the model's parameters, reversed, because backward passes compute gradients in about this order.
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,8 @@ Ranks = tuple[int, ...]
 MakeGroup = Callable[[Ranks], Any]
 
 
-# Groups --------------------------------------------------------------------------------------------------------------
-# Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
-# its replica, ``(1, stages, tensor parallel, 1)``. All ranks make the groups of all replicas, in the same order: making
-# a group is collective over the world.
+# Colossal-AI's hybrid plugin has one mesh of equal replicas; each rank gives it that of its own replica, ``(1, stages,
+# tensor parallel, 1)``. All ranks make the groups of all replicas in one order: making a group is collective.
 
 
 def groups_of(replica: Sequence[Ranks]) -> list[Ranks]:

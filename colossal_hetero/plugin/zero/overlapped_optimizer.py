@@ -1,11 +1,9 @@
-"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with passes (Holmes, Yang et al. 2023).
+"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with passes (Holmes; docs/how-it-works.md).
 
-With ``overlap_communication``, the backward pass starts to sum gradients. Each rank gets the shard that its optimizer
-uses (:mod:`.gradient_sums`), in stage 1 too, where Colossal-AI sums whole gradients: that halves the communication.
-With ``overlap_allgather``, the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
-
-Collectives are started with ``async_op=True``: NCCL's ``wait`` makes the stream wait and not the host. Colossal-AI uses
-a second stream instead, which a CPU lacks, and for which, with a pipeline, nothing waits before the step.
+Each rank gets the shard of gradients that its optimizer uses (:mod:`.gradient_sums`), in stage 1 too, where Colossal-AI
+sums whole gradients: that halves the communication. Collectives are started with ``async_op=True``: NCCL's ``wait``
+makes the stream wait and not the host. Colossal-AI uses a second stream instead, which a CPU lacks, and for which, with
+a pipeline, nothing waits before the step.
 """
 
 from __future__ import annotations

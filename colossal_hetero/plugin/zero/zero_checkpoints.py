@@ -26,12 +26,9 @@ from ...profiling.aborted_step import find_zero_optimizer
 from ...profiling.preserved_state import inner_optimizer
 from ..checkpoint_part import PresentCheckpointIO
 
-# Parameter names -----------------------------------------------------------------------------------------------------
 # [Note: names in checkpoints] A checkpoint of an optimizer refers to a parameter by its number: its place in the
 # optimizer's groups. The stages number them differently. So every group holds the names of its parameters in this
 # order, under ``param_names``, the entry that torch 2.6 uses for this, and its stage.
-
-
 NAMES, STAGE = "param_names", "zero_stage"
 
 
