@@ -48,18 +48,6 @@ class Case(NamedTuple):
     min_replicas: int
 
 
-def part(topology: Topology, devices: frozenset[int]) -> Topology:
-    """The cluster with these devices only."""
-    kept, nodes = [], list[Node]()
-    for node in topology.nodes:
-        there = [device for device in node.devices if device in devices]
-        if there:
-            first = len(kept)
-            kept += [dataclasses.replace(topology.devices[device], node=len(nodes)) for device in there]
-            nodes.append(dataclasses.replace(node, devices=tuple(range(first, len(kept)))))
-    return dataclasses.replace(topology, devices=tuple(kept), nodes=tuple(nodes))
-
-
 def repeated(topology: Topology, times: int) -> Topology:
     """The cluster with each of its nodes so many times."""
     devices, nodes = [], list[Node]()
@@ -100,7 +88,7 @@ def cases(count: int, sizes: list[int]) -> Iterator[Case]:
             for fill in ("whole", "partly"):
                 random = np.random.default_rng([size, fill == "whole"])
                 for _ in range(count):
-                    there = part(topology, subset(topology, size, fill, random))
+                    there = topology.of_devices(subset(topology, size, fill, random))
                     for replicas in (1, 2):
                         yield Case(name, size, fill, there, profile, replicas)
 
