@@ -170,8 +170,8 @@ def at_measured_speeds(topology: Topology, ratios: ByStage) -> Topology:
 
 
 def at_measured_links(topology: Topology, links: Sequence[LinkDrift]) -> Topology:
-    """The machines with links as fast as measured, where that matters. A node with another link as fast as planned
-    stays as it is inside. Between nodes, cards change of the node that has no such other link, or else of both."""
+    """The machines with links between nodes as fast as measured, where that matters: cards change of the node that has
+    no other link as fast as planned, or else of both."""
     nodes, between = list(topology.nodes), list(topology.between)
     for link in sorted((each for each in links if each.matters), key=lambda each: each.ratio):
         (one, other), kind = _way(topology, link)
@@ -187,13 +187,7 @@ def at_measured_links(topology: Topology, links: Sequence[LinkDrift]) -> Topolog
         }
         clusters = {nodes[one].cluster, nodes[other].cluster}
         joined = [number for number, link in enumerate(between) if {*link[:2]} == clusters]
-        if one == other and one in fine:
-            continue  # one of its devices is slow
-        if one == other:
-            nodes[one] = dataclasses.replace(
-                nodes[one], inside=channel.with_bandwidth(share * channel.bytes_per_second)
-            )
-        elif joined:
+        if joined:
             found = channel.with_bandwidth(share * channel.bytes_per_second)
             between[joined[0]] = (*between[joined[0]][:2], found)
         else:
@@ -217,7 +211,7 @@ def _on_its_networks(measured: Topology, topology: Topology, links: Iterable[Lin
     """The machines if the present run's groups go on with the networks that they use."""
     nodes = list(measured.nodes)
     for ways, kind in (_way(topology, link) for link in links if link.matters):
-        for node in {*ways} if ways[0] != ways[1] else ():
+        for node in ways:
             nics = tuple(nic for nic in nodes[node].nics if nic.kind == kind)
             nodes[node] = dataclasses.replace(nodes[node], nics=nics)
     return dataclasses.replace(measured, nodes=tuple(nodes))

@@ -58,19 +58,23 @@ def message_seconds(ours: NeighborMessages, theirs: NeighborMessages) -> float |
 
 
 def compare_links(plan: Plan, topology: Topology, of_ranks: Sequence[ByNeighbor]) -> tuple[LinkDrift, ...]:
-    """The links over which ranks have sent messages, beside ``topology``, from the messages of each rank. Messages that
-    share a network card may take as long as one alone, or as when all are sent at once; neither is a change."""
+    """The links between nodes over which ranks have sent messages, beside ``topology``, from the messages of each rank.
+    Messages that share a network card may take as long as one alone, or as when all are sent at once; neither is a
+    change. A message inside a node rather shows how fast its processor is."""
     micro_batches = max(replica.micro_batches for replica in plan.replicas)
     links = NodeLinks(topology, 1.0)
     nodes = [[topology.devices[stage.ranks[0]].node for stage in replica.stages] for replica in plan.replicas]
     found = []
-    for replica, hops in zip(plan.replicas, links.hops(nodes, plan.tensor_parallel), strict=True):
-        for ends, number in zip(pairwise(replica.stages), hops, strict=True):
+    hops = links.hops(nodes, plan.tensor_parallel)
+    for ways, numbers, replica in zip(map(pairwise, nodes), hops, plan.replicas, strict=True):
+        for way, number, ends in zip(ways, numbers, pairwise(replica.stages), strict=True):
+            if way[0] == way[1] or number < 0:  # the machines have no such link
+                continue
             for rank, other in map(sorted, zip(*(end.ranks for end in ends), strict=True)):
                 ours, theirs = of_ranks[rank].get(other, {}), of_ranks[other].get(rank, {})
                 known = [message_seconds(ours[each], theirs[each]) for each in ours.keys() & theirs.keys()]
                 seconds = [each for each in known if each is not None]
-                if not seconds or number < 0:  # the machines have no such link
+                if not seconds:
                     continue
                 measured, size = median(seconds), max(each.message_bytes for each in (*ours.values(), *theirs.values()))
                 alone, shared = (each.seconds(size) for each in (topology.channel(rank, other), links.channels[number]))

@@ -207,13 +207,7 @@ def test_a_small_message_does_not_show_that_a_node_is_fast() -> None:
         assert seconds_of(slowed, (0, 1), (1, 2), (0, 3), (2, 3)) == pytest.approx([8 * fast, 8 * fast, fast, fast])
 
 
-def test_links_inside_a_node_and_between_clusters() -> None:
-    kind = DeviceKind("fast", 10**9, 1e12)
-    topology = of_nodes([([kind] * 3, FAST_LINK, (FABRIC,))])
-    slow = link(topology, 0, 1, 5.0)
-    inside = at_measured_links(topology, [slow])
-    assert seconds_of(inside, (0, 1)) == pytest.approx([5 * FAST_LINK.seconds(SIZE)])
-    assert at_measured_links(topology, [slow, link(topology, 1, 2)]) == topology
+def test_links_between_clusters() -> None:
     topology = four_nodes(FABRIC)
     nodes = tuple(dataclasses.replace(node, cluster=number // 2) for number, node in enumerate(topology.nodes))
     topology = dataclasses.replace(topology, nodes=nodes, clusters=("a", "b"), between=((0, 1, ETHERNET),))
