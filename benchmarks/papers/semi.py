@@ -14,7 +14,8 @@ from benchmarks.papers.group_training import RANKS, Run, iteration_ratios, round
 from benchmarks.papers.page import Curves, Figure, Inputs, measured
 from benchmarks.tensor_parallel.decisions import ASSUMED
 from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes, predicted_seconds
-from colossal_hetero.balance.modes import decide, divide_stragglers
+from colossal_hetero.balance.modes import decide
+from colossal_hetero.balance.optimum import divide_stragglers
 
 EPOCHS = 3
 RATIOS = (0.25, 0.5, 0.9)

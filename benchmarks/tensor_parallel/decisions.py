@@ -1,8 +1,8 @@
 """The time of a decision, and the quality of plans in the setting of the paper's Fig. 11; nothing is trained.
 
 Four of eight ranks are stragglers, 8, 6, 4 and 2 times slower. By hand, each subset of the four migrates while the
-other stragglers resize; the paper tries only the λ slowest. These divisions and the modes `semi` and `auto`, which
-never prunes, are compared by predicted iteration time.
+other stragglers resize; the paper tries only the λ slowest. These divisions and the modes `semi` and `auto` are
+compared by predicted iteration time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.common import print_table
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
-from colossal_hetero.balance.config import PRUNING_MODES
-from colossal_hetero.balance.modes import decide, divide_stragglers
+from colossal_hetero.balance.modes import decide
+from colossal_hetero.balance.optimum import divide_stragglers
 
 SLOWDOWNS = (8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
 STRAGGLERS = range(4)
@@ -34,7 +34,7 @@ MODES = ("off", "resize", "migrate", "semi", "auto")
 def decision_seconds(mode: str, ranks: int, repeats: int) -> float:
     """Median seconds of a decision. Each decision gets new random times, in which a third of the ranks is slow."""
     random = np.random.default_rng(ranks)
-    config = BalanceConfig(mode=mode, max_resize=0.5 if mode in PRUNING_MODES else None)
+    config = BalanceConfig(mode=mode, max_resize=0.5)
     seconds = []
     for _ in range(repeats):
         slowdowns = np.where(
@@ -59,7 +59,7 @@ def compare_divisions(costs: Costs, matmul_seconds: float, max_resize: float) ->
     plans = {f"by hand: λ={count} slowest migrate": by_hand[tuple(range(count))] for count in range(5)}
     plans[f"by hand: best of 16, migrating: {names}"] = by_hand[best]
     for mode in ("semi", "auto"):
-        config = BalanceConfig(mode=mode, max_resize=max_resize if mode in PRUNING_MODES else None)
+        config = BalanceConfig(mode=mode, max_resize=max_resize)
         plans[mode] = decide(times, costs, config, BalancePlan.idle(len(times)))
     least = predicted_seconds(times, costs, by_hand[best])
     rows = []

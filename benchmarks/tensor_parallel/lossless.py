@@ -19,7 +19,7 @@ from colossal_hetero.balance.report import ideal_ratio
 from colossal_hetero.testing.stragglers import Stragglers
 
 WARMUP = 12
-METHODS = ("block", "broadcast-reduce")
+METHODS = ("block", "broadcast-reduce", "scatter-gather")
 
 
 def main() -> None:

@@ -70,19 +70,19 @@ class Machine:
             for base, kind in zip(BASE_SECONDS, self.kinds, strict=True):
                 fixed = draw.uniform(0.05, 0.3) * base * (slowdown if whole_rank_is_slow else 1.0)
                 hidden = draw.uniform(0.0, 0.15) * base
-                per_unit = (base - hidden) * slowdown / kind.units
+                per_unit = (base - hidden) * slowdown / kind.full
                 of_rank.append(Work(fixed, hidden * slowdown, per_unit, draw.uniform(1.0, 1.15)))
             self.works.append(self.works[0] if equal and rank else of_rank)
 
     def seconds(self, plan: BalancePlan) -> float:
         """The exact time of an iteration: each block lasts as long as its slowest rank."""
         return sum(
-            max(self.works[rank][kind].seconds(count, self.kinds[kind].units) for rank, count in enumerate(counts))
+            max(self.works[rank][kind].seconds(count, int(self.kinds[kind].full)) for rank, count in enumerate(counts))
             for kind, counts in enumerate(self.counts(plan))
         )
 
     def counts(self, plan: BalancePlan) -> list[list[int]]:
-        return [list(of_kind) for of_kind in plan.units] or [[kind.units] * self.ranks for kind in self.kinds]
+        return [list(of_kind) for of_kind in plan.units] or [[int(kind.full)] * self.ranks for kind in self.kinds]
 
     def measured(self, plan: BalancePlan, length: float) -> list[list[KindWork]]:
         """What clocks measure in an iteration with a batch of that relative length."""
@@ -93,7 +93,7 @@ class Machine:
             for kind, of_kind in enumerate(counts):
                 work = self.works[rank][kind]
                 noisy = max(0.2, self.draw.gauss(1.0, NOISE)) * length
-                movable = work.seconds(of_kind[rank], self.kinds[kind].units) - work.fixed
+                movable = work.seconds(of_kind[rank], int(self.kinds[kind].full)) - work.fixed
                 row.append(KindWork(of_kind[rank], movable * noisy, work.fixed * noisy))
             rows.append(row)
         return rows
@@ -102,7 +102,7 @@ class Machine:
         """The exact time of the best division of whole units, by a search over all times at which a rank can finish."""
         total = 0.0
         for kind in range(len(self.kinds)):
-            full = self.kinds[kind].units
+            full = int(self.kinds[kind].full)
             times = [
                 [self.works[rank][kind].seconds(count, full) for count in range(1, full * self.ranks + 1)]
                 for rank in range(self.ranks)
@@ -123,7 +123,7 @@ class Machine:
 def balance(machine: Machine, iterations: int, length: Callable[[random.Random], float]) -> list[BalancePlan]:
     """The plans of a run, by iteration."""
     config = BalanceConfig(mode="auto")
-    speed = GroupSpeed([float(kind.units) for kind in machine.kinds], machine.ranks, config)
+    speed = GroupSpeed([kind.full for kind in machine.kinds], machine.ranks, config)
     plans, plan, posted = [], BalancePlan.idle(machine.ranks), None
     for _ in range(iterations):
         plans.append(plan)

@@ -67,7 +67,7 @@ def measure(slowdown: float, rounds: int, block: int) -> None:
     for variant in (fixed, off):
         for _ in range(4):
             variant.iterate()
-    full = tuple(kind.units for kind in auto.plugin.balancer.kinds)
+    full = tuple(int(kind.full) for kind in auto.plugin.balancer.kinds)
     chosen = plan.units or tuple((units, units) for units in full)
     plans = candidates(chosen, full)
     seconds: dict[str, list[float]] = {name: [] for name in plans}

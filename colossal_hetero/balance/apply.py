@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..layers.block import Block
-from ..layers.column_migration import BroadcastReduce, ColumnMigration
+from ..layers.column_migration import COLUMN_EXCHANGES, BroadcastReduce, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
 from ..layers.unit_exchange import UnitExchange, bucket_numbers
@@ -24,7 +24,7 @@ from .divide import (
     divide_counts,
     effective_grain,
 )
-from .modes import COLUMN_PARTS, LayerKind
+from .modes import LayerKind
 from .plan import BalancePlan, Traffic
 from .pruning import ColumnSelector, Pruner, Target, cost_of
 from .resharding import Resharding
@@ -37,9 +37,10 @@ class Shares:
     resized: float = 0.0
     migrated: float = 0.0
     resharded: float = 0.0
+    """Permanently re-sharded."""
     received: float = 0.0
     loads: tuple[float, ...] = ()
-    """Number of units that the rank computes, by kind of layers and blocks."""
+    """Number of units that the rank computes in each of its blocks, by kind of layers."""
 
     @property
     def load(self) -> float:
@@ -71,20 +72,23 @@ class Applier:
         self._costs = [*map(cost_of, self._targets)]
         self._pruning = Pruner(self._targets, config.rules, config.largest_resize, iterations_per_interval)
         self._transport = transport
+        # Layers that are in no block migrate by the paper's method.
+        self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration
         self._column_exchange: BroadcastReduce | None = None
         self._unit_exchange: UnitExchange | None = None
         if transport is not None:
-            self._column_exchange = BroadcastReduce(transport)
+            self._column_exchange = COLUMN_EXCHANGES[self._column_method](transport)
             self._unit_exchange = UnitExchange(transport, clock)
         self._columns_stay = columns_stay(config, blocks)
         self._kind_of: list[int | None] = []
         self.kinds = self._number_kinds()
+        """Kinds that are balanced. Layers and blocks know their kind by its place in this list."""
         self._plan: BalancePlan | None = None
         self._resharding = resharding
         self.for_good = False
         self._uneven: frozenset[int] = frozenset()
         """Numbers of the blocks whose units are permanently re-sharded."""
-        self.shares = Shares(loads=tuple(float(kind.units) for kind in self.kinds))
+        self.shares = Shares(loads=tuple(kind.full for kind in self.kinds))
 
     def _number_kinds(self) -> list[LayerKind]:
         """Give each target its kind: blocks with the same sizes are one kind, and all other layers another one."""
@@ -110,10 +114,8 @@ class Applier:
             members = [place for place, kind in enumerate(self._kind_of) if kind == number]
             first = self._targets[members[0]]
             weight = sum(self._costs[place] for place in members) / total
-            if isinstance(first, Block):
-                kinds.append(LayerKind(first.units, effective_grain(first.units), weight))
-            else:
-                kinds.append(LayerKind(COLUMN_PARTS, 1, weight))
+            units = first.units if isinstance(first, Block) else None
+            kinds.append(LayerKind(units, 1 if units is None else effective_grain(units), weight))
         return kinds
 
     def present_kinds(self) -> list[LayerKind]:
@@ -170,6 +172,7 @@ class Applier:
             total += column_traffic(
                 *(division.moves, layer.matrix.shape[0], rows, layer.passes, self._transport.size, bytes_per_element),
                 column_parallel=layer.column_parallel,
+                method=self._column_method,
             )
         moves = [division.moves for division in divisions[len(self._layers) :]]
         shapes = [BlockShape(block.elements_per_unit, len(block.layers)) for block in self._blocks]
@@ -207,10 +210,9 @@ class Applier:
             columns = target.contraction_columns
             if isinstance(target, Block) and (target.stays or target.moves is False):
                 divisions.append(divide(columns, idle))
-            elif plan.units and kind is not None and isinstance(target, Block):
+            elif plan.units and isinstance(target, Block):
+                assert kind is not None
                 divisions.append(divide_counts(columns, plan.units[kind]))
-            elif plan.units and kind is not None:
-                divisions.append(divide(columns, BalancePlan.of_counts(plan.units[kind])))
             else:
                 divisions.append(divide(columns, idle if kind is None else plan))
         return divisions
@@ -265,5 +267,5 @@ class Applier:
                 migrated += cost * given / columns
             received += cost * taken / columns
         total = sum(self._costs) or 1
-        loads = [kind.units * load / cost for kind, load, cost in zip(self.kinds, loads, costs, strict=True)]
+        loads = [kind.full * load / cost for kind, load, cost in zip(self.kinds, loads, costs, strict=True)]
         return Shares(resized / total, migrated / total, resharded / total, received / total, tuple(loads))

@@ -78,7 +78,7 @@ class Balancer:
             # At boost: NCCL has memory of its own, which torch's cache takes away later.
             self.traffic.connect(next(iter(layers.values())).matrix.device)
         self._relieved_for = (0,) * self._exchange.size
-        self._speed = GroupSpeed([float(kind.units) for kind in self._applier.kinds], self._exchange.size, config)
+        self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
         self._newest = -1
@@ -111,7 +111,7 @@ class Balancer:
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """Kinds that are divided, in the order of a plan's ``units``."""
+        """Kinds that are divided; the ``units`` of a plan are in the order of those that have units."""
         return self._applier.kinds
 
     def switch_off(self, reason: str) -> bool:
@@ -174,6 +174,7 @@ class Balancer:
         self._stay(seen)
 
     def _stay(self, seen: Sequence[bool]) -> None:
+        """Let blocks that are seen stay as they are, and others not any more. Collective over the group."""
         if not self._applier.keep(seen):
             return
         if any(seen) and dist.get_rank() == 0:
@@ -394,6 +395,7 @@ class Balancer:
         return self._resharding is not None and self._resharding.is_active
 
     def _change_plan(self, plan: BalancePlan, for_good: bool) -> None:
+        """Follow ``plan``, which differs from the present one or in whether it is applied for good."""
         self.plan = self._adopt(plan, for_good)
         self._latest.plan_changed(self._iteration)
         if self._changes is not None:

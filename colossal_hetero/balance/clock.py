@@ -1,12 +1,16 @@
 """Clocks of what a rank's time in an iteration is spent on: products, the rest of blocks, collectives, or other work.
 
-A mark ends a part of the iteration; balanced layers give their kind with it. The time of a kind is its own work between
-two collectives of such layers; other time cannot be balanced, and in other collectives a rank may wait.
+A mark ends a part of the iteration. A CUDA clock records events, and reads them when the device has passed them, so
+that the host never waits. An event takes the host some microseconds, so there are none for inner parts. Layers that are
+balanced give their kind with each mark. The time of a kind is its own work between two collectives of such layers.
+Balancing cannot change the time between other marks (loading data, the embedding, the loss, the optimizer step), and in
+other collectives a rank may wait.
 
 [Note: overlapped products] On a GPU, dW of a column-parallel layer runs beside the all-reduce of dX, whose kernels take
-16 to 32 of 132 multiprocessors, all the time on a rank that waits for others (docs/how-it-works.md). A CUDA clock
-therefore assumes for dW the time of dX, which has as many operations. On a CPU dW counts as measured. Without an event
-in front of a block's second dX, an activation function there is taken for a part of it (1 or 2 %).
+16 to 32 of 132 multiprocessors, all the time on a rank that waits for others: fast ranks would look slower than they
+are. A CUDA clock therefore assumes for dW the time of dX, which has as many operations. On a CPU dW counts as measured,
+because the collective takes little time of the rank's core. Without an event in front of a block's second dX, an
+activation function there is taken for a part of it (1 or 2 % of an MLP, on all ranks).
 """
 
 from __future__ import annotations

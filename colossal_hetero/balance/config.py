@@ -9,8 +9,7 @@ from typing import Any, Literal, get_args
 from ..common.methods import with_checked_names
 
 Mode = Literal["off", "resize", "migrate", "semi", "auto"]
-PRUNING_MODES = ("resize", "semi")
-Migration = Literal["block", "broadcast-reduce"]
+Migration = Literal["block", "broadcast-reduce", "scatter-gather"]
 Resizing = Literal["column", "block"]
 Priority = Literal["random", "priority", "priority-diff", "norm-product"]
 Reference = Literal["minimum", "mean"]
@@ -82,21 +81,21 @@ class Pruning:
 @with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """Settings of how the work of a tensor-parallel group is balanced. The default, ``mode="auto"``, is exact; only
-    modes ``resize`` and ``semi`` reduce accuracy."""
+    """Settings of how the work of a tensor-parallel group is balanced. The default, ``mode="auto"``, is exact; accuracy
+    can be reduced only by ``mode="resize"``, ``mode="semi"``, or ``max_resize`` in mode ``auto``."""
 
     mode: Mode = "auto"
     """``off`` only measures. ``resize`` prunes work of slow ranks, which is lossy. ``migrate`` gives their work to fast
     ranks, which is exact. ``semi`` lets the slowest ranks migrate and other slow ranks resize (SEMI, Algorithm 2).
-    ``auto`` migrates so that the predicted iteration time is minimal."""
+    ``auto`` migrates, and with ``max_resize`` prunes, so that the predicted iteration time is minimal."""
     max_resize: float | None = None
-    """γ_max: the largest share of its work that a rank may prune in modes ``resize`` and ``semi``, in [0, 1). None is
-    0.9. The other modes never prune."""
+    """γ_max: the largest share of its work that a rank may prune, in [0, 1); 0 means never to prune. None means 0.9 in
+    modes ``resize`` and ``semi``, and 0 in mode ``auto``. Modes ``off`` and ``migrate`` never prune."""
     pruning: Pruning | None = None
     """How slow ranks prune, where they do. None means the defaults of :class:`Pruning`."""
     migration: Migration = "block"
-    """Form of migration: ``block`` migrates whole units of a block of layers, and ``broadcast-reduce`` columns of each
-    product, as in SEMI."""
+    """Form of migration: ``block`` migrates whole units of a block of layers; ``broadcast-reduce`` and
+    ``scatter-gather`` migrate columns of each product, as in SEMI."""
     head: bool = True
     """True if rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
     pruned. Then a slow rank computes ``logits`` of training passes with ``labels`` when they are first used."""
@@ -105,10 +104,10 @@ class BalanceConfig:
     seconds. With False they are zero."""
     threshold: float = 0.10
     """A rank's speed has changed if its work differs from that of its group by more than this share in ``patience``
-    successive iterations; must be positive. Smaller changes are accepted after more iterations. In modes that prune, a
-    rank is slow if it takes more than (1 + threshold)·T_ref. There a plan is replaced only if that saves more than this
-    share of the iteration, and a first plan is applied only if it saves more than half of it. Exact modes compare with
-    the noise that is measured instead."""
+    successive iterations; must be positive. Smaller changes are accepted after more iterations. In modes that prune, or
+    migrate columns, a rank is slow if it takes more than (1 + threshold)·T_ref. There a plan is replaced only if that
+    saves more than this share of the iteration, and a first plan is applied only if it saves more than half of it.
+    Modes that only migrate whole units compare with the noise that is measured instead."""
     patience: int = 2
     """Consecutive iterations after which a change of speed is accepted, ≥ 1; more after a speed has flickered."""
     reshard_after: int | None = 50
@@ -134,10 +133,16 @@ class BalanceConfig:
         if self.max_resize is not None:
             _check_share("max_resize", self.max_resize)
         where = f"in mode {self.mode!r}"
-        if self.mode not in PRUNING_MODES:
-            _refuse(self, ("pruning", "max_resize"), f"{where}, which never prunes")
-        elif self.mode != "resize":
-            _refuse(self.rules, ("resizing", "reference", "resize_ratio", "every_rank", "resize_overhead"), where)
+        if self.pruning is not None:
+            if self.mode in ("off", "migrate"):
+                raise ValueError(f"pruning=Pruning(...) has no effect {where}, which never prunes; leave it out")
+            if self.mode == "auto" and not self.max_resize:
+                raise ValueError(
+                    "pruning=Pruning(...) has no effect in mode 'auto' without max_resize, the largest share of its "
+                    "work that a rank may prune; set both, or leave it out"
+                )
+            if self.mode != "resize":
+                _refuse(self.pruning, ("resizing", "reference", "resize_ratio", "every_rank", "resize_overhead"), where)
         ratio = self.rules.resize_ratio
         if self.mode == "resize" and ratio != "auto" and ratio > self.largest_resize:
             raise ValueError(f"resize_ratio={ratio} is above max_resize={self.largest_resize}; lower it or raise that")
@@ -180,13 +185,15 @@ class BalanceConfig:
     @property
     def largest_resize(self) -> float:
         """γ_max of the mode; 0 if it never prunes."""
-        default = 0.9 if self.mode in PRUNING_MODES else 0.0
+        if self.mode in ("off", "migrate"):
+            return 0.0
+        default = 0.0 if self.mode == "auto" else 0.9
         return default if self.max_resize is None else self.max_resize
 
     @property
     def is_exact(self) -> bool:
-        """True if work migrates and nothing is ever pruned."""
-        return self.mode in ("migrate", "auto")
+        """True if nothing is ever pruned."""
+        return self.mode in ("migrate", "auto") and self.largest_resize == 0.0
 
     @property
     def reshards(self) -> bool:

@@ -35,6 +35,7 @@ class Division:
     """Assignment of the units of one layer or block to ranks."""
 
     units: int
+    """The number of units that each rank holds."""
     pruned: tuple[int, ...]
     """The number of units that each rank prunes, of those that it does not give away."""
     moves: tuple[Move, ...]
@@ -166,6 +167,7 @@ def column_traffic(
     bytes_per_element: int,
     *,
     column_parallel: bool,
+    method: str,
 ) -> Traffic:
     """The whole group's traffic for a layer in an iteration of ``passes`` micro-batches of ``rows`` rows each."""
 
@@ -177,14 +179,21 @@ def column_traffic(
     for sender in sorted({move.sender for move in moves}):
         parts = [move.units for move in moves if move.sender == sender]
         c, q = sum(parts), len(parts)
-        broadcast += sent(others, others * n * c)
-        if column_parallel:
-            reduce += sent(others, others * rows * n)
-            broadcast += sent(others, others * rows * n)
+        if method == "broadcast-reduce":
+            broadcast += sent(others, others * n * c)
+            if column_parallel:
+                reduce += sent(others, others * rows * n)
+                broadcast += sent(others, others * rows * n)
+            else:
+                broadcast += sent(others, others * rows * c)
+                direct += sent(q, rows * c)
+            direct += sent(q, n * c)
         else:
-            broadcast += sent(others, others * rows * c)
-            direct += sent(q, rows * c)
-        direct += sent(q, n * c)
+            direct += sent(2 * q, 2 * n * c) + sent(q, rows * c)
+            if column_parallel:
+                direct += sent(2 * q, 2 * q * rows * n)
+            else:
+                direct += sent(q, rows * c) + sent(q, q * rows * n)
     return Traffic(point_to_point=direct, broadcast=broadcast, reduce=reduce)
 
 

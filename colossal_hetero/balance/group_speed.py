@@ -17,11 +17,13 @@ from .plan import RankTimes
 from .work_times import MAX_OVERHEAD, Damping, WorkLine
 
 WINDOW = 256
+"""Maximum number of iterations from which speeds are computed."""
 FEW = 8
 """Minimum number of iterations to measure the noise; with fewer it is :data:`ASSUMED_NOISE`."""
 ASSUMED_NOISE = 0.03
 """Relative standard deviation of a rank's work over iterations."""
 RECENT = 16
+"""Iterations that are compared with those before, to notice a small change of speed."""
 CERTAIN = 4.0
 """Number of standard errors from which a difference counts as a change; smaller ones of many occur by chance."""
 STEADY_LENGTH = 0.05
@@ -67,6 +69,7 @@ class GroupSpeed:
         self._window: deque[_ComparedWorks] = deque(maxlen=WINDOW)
         self._deviating: list[_ComparedWorks] = []
         self._before: _ComparedWorks | None = None
+        """The iteration before, if loads were the same."""
         self._runs = [0] * ranks
         self._expected: list[float] | None = None
         self._loads: list[list[float]] = []
@@ -108,6 +111,7 @@ class GroupSpeed:
         return True
 
     def _note_noise(self, iteration: _ComparedWorks) -> None:
+        """Measure noise by ranks' work since the iteration before, also if their speed may have changed."""
         if self._before is not None:
             for rank, steps in enumerate(self._steps):
                 steps.append(abs(iteration.total(rank) / self._before.total(rank) - 1.0))

@@ -96,6 +96,7 @@ class Groups:
     """The same group, for messages that ranks may send although others do not expect them."""
     world: dist.ProcessGroup
     tensor_parallel: list[list[int]]
+    """All tensor-parallel groups, as lists of global ranks."""
     migration: dist.ProcessGroup
     """Its tensor-parallel group for migrated work, with the backend of the training."""
 

@@ -21,6 +21,7 @@ from .report import BalanceReport, LocalRecord, WorkRecord, merge_records, repor
 FIRST = 4
 """Iterations before the first exchange; until the interval is reached, each next one comes after twice as many."""
 FEW = 4
+"""Iterations that are kept even if they are older than the interval."""
 NAMES = [each.name for each in fields(WorkRecord)]
 
 
@@ -91,6 +92,9 @@ class LatestIterations:
         self._rows |= {rank: row for rank, row in enumerate(table.tolist()) if row[0] or rank not in self._rows}
         self._rows = {rank: row for rank, row in self._rows.items() if row[0]}
         self._has_news = True
+
+
+# Changes of plans ----------------------------------------------------------------------------------------------------
 
 
 SETTLED_AFTER = 4

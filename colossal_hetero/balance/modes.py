@@ -1,5 +1,4 @@
-"""Amount that each rank computes: from measured times and costs to a plan, by the rule of the mode: whole units and
-parts of columns (exact), Eq. 1 (``resize``), or SEMI's Algorithm 2 (``semi``)."""
+"""Amount that each rank computes: from measured times and costs to a plan, by the rule of the mode."""
 
 from __future__ import annotations
 
@@ -11,34 +10,35 @@ from math import fsum
 import numpy as np
 
 from .config import BalanceConfig
+from .optimum import optimal_plan, semi_plan
 from .plan import BalancePlan, Costs, Counts, RankTimes, predicted_seconds
 from .ratios import KindProblem, Line, fastest_counts, resize_ratios
 
 # Division ------------------------------------------------------------------------------------------------------------
 
 MIN_GAIN = 0.005
-"""Minimum gain for which a division is changed, as a share of the time of what can be divided."""
+"""Minimum gain for which a division is changed, as a share of the time of the blocks."""
 
 
 def iteration_seconds(problems: Sequence[KindProblem], counts: Counts, fixed_seconds: float = 0.0) -> float:
-    """Seconds of all kinds in an iteration: a sum over kinds of the time of the slowest rank, because ranks wait for
-    each other at the end of each layer or block. ``fixed_seconds`` is what moving anything at all adds."""
+    """Seconds of all blocks in an iteration: a sum over blocks of the time of the slowest rank, because ranks wait for
+    each other at the end of each block. ``fixed_seconds`` is what moving anything at all adds."""
     moves = any(problem.moved(of_kind) for problem, of_kind in zip(problems, counts, strict=True))
-    work = fsum(problem.seconds(of_kind) for problem, of_kind in zip(problems, counts, strict=True))
-    return work + (fixed_seconds if moves else 0.0)
+    blocks = fsum(problem.seconds(of_kind) for problem, of_kind in zip(problems, counts, strict=True))
+    return blocks + (fixed_seconds if moves else 0.0)
 
 
 def decide_counts(
     problems: Sequence[KindProblem], current: Counts, uncertainty: float, fixed_seconds: float = 0.0
 ) -> tuple[Counts, str]:
     """The counts from now on, and why. They stay ``current`` unless others save more than ``uncertainty``, a share of
-    that time below which a difference may be chance; moving nothing is preferred to saving less than half."""
+    the blocks' time below which a difference may be chance; moving nothing is preferred to saving less than half."""
     nothing, wanted = tuple(problem.nothing for problem in problems), tuple(map(fastest_counts, problems))
     now, best, without = (iteration_seconds(problems, counts, fixed_seconds) for counts in (current, wanted, nothing))
     required = max(uncertainty, MIN_GAIN)
     if without - best <= required / 2 * without:
         wanted, best = nothing, without
-    compared = f"{best:.3g} s with, {without:.3g} s without"
+    compared = f"{best:.3g} s in blocks with, {without:.3g} s without"
     if now - best <= required * now:
         if current == nothing:
             return nothing, f"balancing would gain too little: {compared}"
@@ -53,40 +53,31 @@ STEPS = 2**20
 what is given equals what is taken to the last bit."""
 
 
-COLUMN_PARTS = 64
-"""Parts in which the columns of layers in no block are divided over ranks; a layer rounds them to its own grains."""
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """Layers or blocks of a rank that are divided in the same way."""
 
-    units: int
-    """Units of each block; :data:`COLUMN_PARTS` of layers that are divided by their columns."""
+    units: int | None
+    """Units of each block; None for layers that are divided by their columns, whose full share counts as 1."""
     grain: int
     weight: float
     """The kind's share of the cost of all products that can be divided."""
     moves: bool = True
 
+    @property
+    def full(self) -> float:
+        return 1.0 if self.units is None else float(self.units)
+
 
 @dataclass(frozen=True)
 class UnitWork:
-    """The work of layers and blocks by units, as :class:`RankTimes` are for shares of all work."""
+    """The work of blocks by units, as :class:`RankTimes` are for shares of all work."""
 
     kinds: Sequence[LayerKind]
     lines: Sequence[Sequence[Line]]
+    """The work of each rank, by kind."""
     scale: float = 1.0
     """Seconds of the present iterations for one second of ``lines``."""
-
-    @classmethod
-    def of_columns(cls, times: Sequence[RankTimes], receive_factor: float) -> UnitWork:
-        """All work as layers that are divided by their columns."""
-        slopes = [time.matmul_seconds / COLUMN_PARTS for time in times]
-        lines = [
-            Line(COLUMN_PARTS, time.work_seconds, slope, receive_factor * slope, COLUMN_PARTS)
-            for time, slope in zip(times, slopes, strict=True)
-        ]
-        return cls([LayerKind(COLUMN_PARTS, 1, 1.0)], [lines])
 
 
 def decide(
@@ -98,17 +89,16 @@ def decide(
     units: UnitWork | None = None,
     max_received: float = math.inf,
 ) -> BalancePlan:
-    """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little. In exact
-    modes it has whole units of each kind (by ``units``; None: by ``times``), otherwise shares of all work.
+    """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little. The plan has
+    whole units of each kind of blocks if nothing may be pruned and ``units`` are given, otherwise shares of all work.
 
-    In modes that prune, only ranks are relieved that are slower than T_ref (``resize``) or the fastest rank (``semi``)
-    by more than the threshold. ``current`` is replaced only if the ``uncertainty`` of the times, a share of them (None:
-    the threshold), does not explain the difference. ``max_received``: the largest share of its own work that a receiver
-    has memory for."""
+    A rank's work is reduced by shares only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by
+    more than the threshold. A plan that reduces the work of a rank that is no longer slow is dropped. The ``current``
+    one is replaced only if the ``uncertainty`` of the times, a share of them (None: the threshold), does not explain
+    the difference. ``max_received`` is the largest share of its own work that a receiver has memory for."""
     if config.mode == "off":
         return BalancePlan.idle(len(times))
-    if config.is_exact:
-        units = units or UnitWork.of_columns(times, costs.receive_factor)
+    if units is not None and config.is_exact and any(kind.units is not None for kind in units.kinds):
         limit = config.threshold if uncertainty is None else uncertainty
         return _decide_units(units, costs, config, current, limit, max_received)
     # The difference of two times is less certain than each of them.
@@ -117,23 +107,33 @@ def decide(
     most = config.largest_resize
     if config.mode == "resize":
         return _decide_resize(times, config, current, margin, max(difference, MIN_GAIN))
-    wanted = _in_steps(semi_plan(times, costs, most, margin), most)
+    if config.mode == "migrate":
+        # This mode migrates whatever sending costs.
+        costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
+    plan_of = semi_plan if config.mode == "semi" else optimal_plan
+    wanted = _in_steps(plan_of(times, costs, most, margin), most)
     return _worth_changing(times, costs, config, current, wanted).limited(max_received)
 
 
 def _decide_units(
     work: UnitWork, costs: Costs, config: BalanceConfig, current: BalancePlan, uncertainty: float, max_received: float
 ) -> BalancePlan:
-    """The fastest division of the whole units of each kind, which prunes nothing. Ranks wait for each other at the end
-    of every layer or block, so kinds are independent."""
+    """The fastest division of the whole units of each kind of blocks, which prunes nothing. Every block ends at a
+    collective, so kinds are independent. Layers that are divided by columns get the resulting shares of all work."""
     ranks = len(current.resize)
     # Mode "migrate" migrates whatever sending costs.
     sends = 0.0 if config.mode == "migrate" else costs.communication_scale / work.scale
+    blocks = [(number, kind) for number, kind in enumerate(work.kinds) if kind.units is not None]
     problems = []
-    for kind, lines in zip(work.kinds, work.lines, strict=True):
+    for number, kind in blocks:
+        assert kind.units is not None
         most = min(max_received, ranks - 1.0) if kind.moves else 0.0
-        per_unit = sends * costs.migrate_seconds_per_share * kind.weight / kind.units
-        problems.append(KindProblem(kind.units, kind.grain, int(most * kind.units), lines, per_unit))
+        problems.append(
+            KindProblem(
+                *(kind.units, kind.grain, int(most * kind.units), work.lines[number]),
+                sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
+            )
+        )
     nothing = tuple(problem.nothing for problem in problems)
     now = tuple(
         of_kind if max(of_kind) <= problem.units + problem.max_taken else problem.nothing
@@ -144,12 +144,16 @@ def _decide_units(
         note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
     if counts == now:
         return replace(current, note=note) if current.units else BalancePlan.idle(ranks, note)
-    if counts == nothing:
-        return BalancePlan.idle(ranks, note)
+    weight = math.fsum(kind.weight for _, kind in blocks)
     more = [
-        fsum(kind.weight * (each[rank] / kind.units - 1.0) for kind, each in zip(work.kinds, counts, strict=True))
+        math.fsum(
+            kind.weight / weight * (of_kind[rank] / problem.units - 1.0)
+            for (_, kind), problem, of_kind in zip(blocks, problems, counts, strict=True)
+        )
         for rank in range(ranks)
     ]
+    if counts == nothing:
+        return BalancePlan.idle(ranks, note)
     given, taken = tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more)
     shares = BalancePlan((0.0,) * ranks, given, taken, note)
     return replace(_in_steps(shares, 0.0), units=counts)
@@ -209,109 +213,6 @@ def _in_steps(plan: BalancePlan, max_resize: float) -> BalancePlan:
         tuple((steps / STEPS).tolist()) for steps in (resized, given, np.diff(taken, prepend=0.0))
     )
     return BalancePlan(resize, migrate, receive, plan.note)
-
-
-# Semi ----------------------------------------------------------------------------------------------------------------
-# SEMI's Algorithm 2; what is different from the print is in docs/algorithms.md, 1.6.
-
-RESERVE = 1e-3
-"""Minimum share of its work that a rank keeps, so that its speed can still be measured."""
-
-
-def semi_plan(
-    times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0
-) -> BalancePlan:
-    """The plan of Algorithm 2: a single straggler splits its excess by Eq. 2; of several, the slowest migrate and the
-    others resize. Of all numbers up to the maximum of Eq. 3, the one with the shortest predicted time migrates, because
-    Eq. 3 compares migrating with doing nothing, not with resizing: in Fig. 11 one straggler too many migrates."""
-    slowest = _stragglers(times, straggler_margin)
-    if not slowest:
-        return BalancePlan.idle(len(times), "no rank is slow")
-    if len(slowest) > 1:
-        max_migrating = migrating_stragglers(times, costs, slowest)
-        # Of equally fast divisions it is the one that prunes least.
-        divisions = [
-            divide_stragglers(times, slowest[:count], slowest, max_resize) for count in range(max_migrating, -1, -1)
-        ]
-        return min(divisions, key=lambda plan: predicted_seconds(times, costs, plan))
-    (slow,) = slowest
-    resized, migrated = resize_and_migrate(times, costs, slow, max_resize)
-    taken = migrated / (len(times) - 1)
-    return BalancePlan(
-        resize=tuple(resized if rank == slow else 0.0 for rank in range(len(times))),
-        migrate=tuple(migrated if rank == slow else 0.0 for rank in range(len(times))),
-        receive=tuple(0.0 if rank == slow else taken for rank in range(len(times))),
-        note=f"Eq. 2: the straggler migrates {migrated:.0%} of its work and prunes {resized:.0%}",
-    )
-
-
-def resize_and_migrate(times: Sequence[RankTimes], costs: Costs, slow: int, max_resize: float) -> tuple[float, float]:
-    """``(γ(1−β), γβ)`` for the only straggler: the shares that it prunes and migrates (Eq. 2), clipped to possible
-    ones. β makes the straggler's cost of resizing equal to the slowest receiver's cost of migrating, ``Ω1 + Ω2(γ(1−β))
-    = Φ1(γβ) + Φ2(γβ/(e−1))``, in which all terms are affine in β."""
-    matmul = times[slow].matmul_seconds
-    excess = float(_excess(times)[slow])
-    receiver = max(time.matmul_seconds for rank, time in enumerate(times) if rank != slow)
-    resizing_all = (costs.resize_fixed + costs.resize_per_share * excess) * matmul
-    fixed = costs.communication_scale * costs.migrate_fixed_seconds
-    per_share = (
-        costs.resize_per_share * matmul
-        + costs.communication_scale * costs.migrate_seconds_per_share
-        + costs.phi2(1.0, receiver) / (len(times) - 1)
-    )
-    lead = resizing_all - fixed
-    migrated = excess if lead >= per_share * excess else max(lead, 0.0) / per_share
-    migrated = max(migrated, excess - max_resize)
-    return excess - migrated, migrated
-
-
-def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int]) -> int:
-    """Number of stragglers, ``slowest`` first, that migrate (Eq. 3, as in docs/algorithms.md, 1.6): the largest x up to
-    which all f are positive."""
-    work = np.array([time.work_seconds for time in times])
-    excess = _excess(times)
-    receivers = sorted(set(range(len(times))).difference(slowest))
-    receiver = max(times[rank].matmul_seconds for rank in receivers)
-    moved = 0.0
-    for x, rank in enumerate(slowest):
-        moved += float(excess[rank])
-        saved = float(work[rank] - work.min())
-        if saved - costs.phi1(moved) - costs.phi2(moved / len(receivers), receiver) <= 0.0:
-            return x
-    return len(slowest)
-
-
-def divide_stragglers(
-    times: Sequence[RankTimes], migrating: Sequence[int], stragglers: Sequence[int], max_resize: float
-) -> BalancePlan:
-    """The plan in which the ranks ``migrating`` give away their excess, and the other ``stragglers`` prune theirs up to
-    ``max_resize``. All other ranks receive equal shares (Algorithm 2, lines 20 to 24)."""
-    excess = _excess(times)
-    resize, migrate, receive = (np.zeros(len(times)) for _ in range(3))
-    resizing = sorted(set(stragglers).difference(migrating))
-    receivers = sorted(set(range(len(times))).difference(stragglers))
-    resize[resizing] = np.minimum(excess[resizing], max_resize)
-    migrate[list(migrating)] = excess[list(migrating)]
-    receive[receivers] = migrate.sum() / len(receivers)
-    return BalancePlan(
-        resize=tuple(resize.tolist()),
-        migrate=tuple(migrate.tolist()),
-        receive=tuple(receive.tolist()),
-        note=f"Eq. 3: of {len(stragglers)} stragglers {len(migrating)} migrate and {len(resizing)} resize",
-    )
-
-
-def _stragglers(times: Sequence[RankTimes], margin: float) -> list[int]:
-    work = [time.work_seconds for time in times]
-    slow_from = (1 + margin) * min(work)
-    slow = [rank for rank, time in enumerate(times) if work[rank] > slow_from and time.matmul_seconds > 0]
-    return sorted(slow, key=lambda rank: (-work[rank], rank))
-
-
-def _excess(times: Sequence[RankTimes]) -> np.ndarray:
-    """γ of Eq. 1 with T_min: the share of its work that makes each rank late, at most 1 − RESERVE; ``[ranks]``."""
-    work = np.array([time.work_seconds for time in times])
-    return resize_ratios(work, [time.matmul_seconds for time in times], float(work.min()), 1.0 - RESERVE)
 
 
 # Resharding ----------------------------------------------------------------------------------------------------------

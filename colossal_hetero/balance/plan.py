@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 Counts = tuple[tuple[int, ...], ...]
-"""Number of units that each rank computes, for each kind of layers and blocks."""
+"""Number of units that each rank computes, for each kind of blocks."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class BalancePlan:
     receive: tuple[float, ...]
     """The share that each rank takes from other ranks; the sum equals that of ``migrate``."""
     note: str = field(default="", compare=False)
+    """Decision and its reason, as text for the report."""
     units: Counts = ()
-    """Units of each rank, for each kind, which set the shares; if empty, shares are rounded to units."""
+    """Units of each rank, for each kind of blocks, which set the shares; if empty, shares are rounded to units."""
 
     def __post_init__(self) -> None:
         if not len(self.resize) == len(self.migrate) == len(self.receive):
@@ -85,13 +86,6 @@ class BalancePlan:
         nothing = (0.0,) * len(resize)
         return cls(tuple(resize), nothing, nothing, note)
 
-    @classmethod
-    def of_counts(cls, counts: Sequence[int]) -> BalancePlan:
-        """The shares that are given and taken if ranks compute so many units of one kind."""
-        more = [count * len(counts) / sum(counts) - 1.0 for count in counts]
-        given, taken = (tuple(max(0.0, sign * each) for each in more) for sign in (-1.0, 1.0))
-        return cls((0.0,) * len(counts), given, taken)
-
     @property
     def max_received(self) -> float:
         """The largest share of its own work, in any kind of blocks, that a rank receives."""
@@ -121,6 +115,8 @@ class BalancePlan:
         packed = struct.pack(f"<{len(shares)}d", *(share + 0.0 for share in shares))
         return int.from_bytes(hashlib.blake2b(packed, digest_size=4).digest(), "little") >> 1
 
+
+# Costs ---------------------------------------------------------------------------------------------------------------
 
 SCALE_LIMIT = 4.0
 """Largest factor by which :attr:`Costs.communication_scale` may differ from 1, up or down. A larger difference would

@@ -134,6 +134,9 @@ def _fit_everywhere(measurement: CostMeasurement) -> bool:
     return bool(_gather([fits], measurement.group, measurement.device).min())
 
 
+# Products ---------------------------------------------------------------------------------------------------------
+
+
 def _time_products(measurement: CostMeasurement) -> tuple[list[float], list[float]]:
     """Times of resized and received products of the largest layer relative to a dense one, from the fastest of several
     rounds, because other work on the machine only adds time."""
@@ -226,6 +229,9 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+# Messages ---------------------------------------------------------------------------------------------------------
+
+
 def _message_kinds(group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], None]]:
     """Functions that send a tensor, by the field names of :class:`Traffic`; even ranks send to odd ones."""
     root = dist.get_global_rank(group, 0)
@@ -264,6 +270,9 @@ def _time_messages(
         if seconds[-1] > MESSAGE_SECONDS:
             break
     return sizes, seconds
+
+
+# The same on all ranks ---------------------------------------------------------------------------------------------
 
 
 def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> np.ndarray:

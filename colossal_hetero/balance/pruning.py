@@ -84,6 +84,7 @@ class WeightVariation(ColumnSelector):
 
 
 def _squared_norms(matrix: Tensor) -> Tensor:
+    """Squared column norms of ``[rows, L]``, float32 ``[L]``, from a sample of its rows."""
     return matrix[:: max(1, matrix.shape[0] // SAMPLED_ROWS)].float().square().sum(0)
 
 
@@ -96,7 +97,11 @@ def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
     return WeightVariation(weight, seed)
 
 
+# Targets -------------------------------------------------------------------------------------------------------------
+
+
 Target = HeteroLinear | Block
+"""What is pruned: a layer by its contraction columns, or a block by its units."""
 
 
 def cost_of(target: Target) -> int:
@@ -119,6 +124,7 @@ class Pruner:
         self._new_candidates: Tensor | None = None
         """The same after the last interval, until the next iteration ends: by then the device has computed them."""
         self.selectors: list[ColumnSelector] = []
+        """One selector for each target, or none before they are needed."""
 
     def start(self, ratio: float) -> None:
         """Prune ``ratio`` of the work from now on."""

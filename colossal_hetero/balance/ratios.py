@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,9 +66,11 @@ class Line:
     full: float
 
     def __call__(self, units: float) -> float:
-        beyond, here = units - self.full, self.units - self.full
-        slope, above = self.slope, self.slope_above
-        return beyond * (above if beyond > 0 else slope) - here * (above if here > 0 else slope) + self.seconds
+        return self._to_full(units) - self._to_full(self.units) + self.seconds
+
+    def _to_full(self, units: float) -> float:
+        beyond = units - self.full
+        return beyond * (self.slope_above if beyond > 0 else self.slope)
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class KindProblem:
     max_taken: int
     """Number of units that a rank has memory for in addition to its own."""
     lines: Sequence[Line]
+    """Work by rank, in seconds of an iteration."""
     seconds_per_unit: float = 0.0
     """Seconds that each moved unit adds to an iteration (Φ1)."""
 
@@ -112,14 +115,12 @@ def fastest_counts(kind: KindProblem) -> tuple[int, ...]:
     times = [[line(full + grains * kind.grain) for grains in range(least, most + 1)] for line in lines]
     earliest = max(of_rank[0] for of_rank in times)
     deadlines = sorted({t for of_rank in times for t in of_rank if earliest <= t < best_seconds})
-
-    def capacities(deadline: float) -> list[int]:
-        return [bisect_right(of_rank, deadline) - 1 + least for of_rank in times]
-
-    for deadline in deadlines[bisect_left(deadlines, 0, key=lambda deadline: sum(capacities(deadline))) :]:
+    for deadline in deadlines:
         if deadline >= best_seconds:
             break
-        capacity = capacities(deadline)
+        capacity = [bisect_right(of_rank, deadline) - 1 + least for of_rank in times]
+        if sum(capacity) < 0:
+            continue
         given = -sum(min(0, grains) for grains in capacity)
         seconds = deadline + kind.seconds_per_unit * given * kind.grain
         if seconds < best_seconds:

@@ -15,6 +15,8 @@ from rich.text import Text
 from ..common.tables import make_table, number_column, word_column
 from ..common.text import duration, numbers_of
 
+# Records -------------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkRecord:
@@ -125,10 +127,12 @@ class BalanceReport(WhatIf):
 
     iterations: int
     ranks: tuple[RankRecord, ...]
+    """Medians of each rank."""
     changes: int
     notes: tuple[str, ...]
     """Notes of the plans, each once, the latest last."""
     mode: str = "auto"
+    """The balance mode."""
 
     def shown(self) -> Iterator[RenderableType]:
         """The table of ranks, and what an iteration took and would have taken."""
@@ -207,7 +211,10 @@ def _medians(values: Sequence[Any], kind: type, exclude: Sequence[str] = ()) -> 
     return {name: median(getattr(value, name) for value in values) for name in names}
 
 
+# Table ---------------------------------------------------------------------------------------------------------------
+
 MOVED = ("resized", "migrated", "resharded", "received")
+"""Fields of a rank that say which share of its work balancing moved."""
 
 
 def moved_shares(resized: float, migrated: float, received: float, resharded: float = 0.0) -> str:

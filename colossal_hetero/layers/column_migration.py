@@ -41,8 +41,7 @@ class BroadcastReduce:
     those of one sender; ``like`` has the dtype and device."""
 
     merges = True
-    """True if a receiver adds terms of dX or Y to its own product, for the all-reduce that runs in any case. A method
-    that ``benchmarks.papers.policies`` compares returns them to the sender instead."""
+    """True if a receiver adds terms of dX or Y to its own product, for the all-reduce that runs in any case."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -95,6 +94,52 @@ class BroadcastReduce:
         for move, part in parts:
             assert into is not None
             into[:, move.start : move.stop] = part
+
+
+class ScatterGather(BroadcastReduce):
+    """The method that the paper compares with: the sender exchanges messages with each receiver."""
+
+    merges = False
+
+    def distribute(
+        self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
+    ) -> list[Tensor | None]:
+        first, rank = moves[0].start, self.transport.rank
+        sends = [] if given is None else [
+            (move.receiver, given[:, move.start - first : move.stop - first].contiguous()) for move in moves
+        ]  # fmt: skip
+        parts = [like.new_empty(rows, move.stop - move.start) if move.receiver == rank else None for move in moves]
+        receives = [(move.sender, part) for move, part in zip(moves, parts, strict=True) if part is not None]
+        self.transport.exchange(sends, receives).wait()
+        return parts
+
+    def broadcast(
+        self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
+    ) -> Tensor | None:
+        sender, rank = moves[0].sender, self.transport.rank
+        if rank == sender:
+            assert given is not None
+            given = given.contiguous()
+            self.transport.exchange([(move.receiver, given) for move in moves], []).wait()
+            return given
+        if all(move.receiver != rank for move in moves):
+            return None
+        whole = like.new_empty(shape)
+        self.transport.exchange([], [(sender, whole)]).wait()
+        return whole
+
+    def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
+        sender, rank = moves[0].sender, self.transport.rank
+        if rank == sender:
+            parts = [torch.empty_like(result) for _ in moves]
+            self.transport.exchange([], [(move.receiver, part) for move, part in zip(moves, parts, strict=True)]).wait()
+            for part in parts:
+                result += part
+        elif any(move.receiver == rank for move in moves):
+            self.transport.exchange([(sender, result)], []).wait()
+
+
+COLUMN_EXCHANGES = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
 
 
 @dataclass(frozen=True)

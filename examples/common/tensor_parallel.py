@@ -57,10 +57,10 @@ class TensorParallelOptions(Options):
                     raise UsageError(f"--paper {self.paper} and --balance {mode} exclude each other; leave one out")
                 seed = {} if self.paper == "mig" else {"seed": self.seed}
                 return BalanceConfig.paper(self.paper, **seed, max_resize=self.max_resize)
-            chosen: dict[str, Any] = {"mode": mode}
+            chosen: dict[str, Any] = {"mode": mode, "max_resize": self.max_resize}
             # What a mode does not use is left out, so that the same flags can be tried with all modes.
-            if mode in ("resize", "semi"):
-                chosen |= {"max_resize": self.max_resize, "pruning": Pruning(seed=self.seed)}
+            if mode in ("resize", "semi") or (mode == "auto" and self.max_resize):
+                chosen["pruning"] = Pruning(seed=self.seed)
             if mode in ("migrate", "semi", "auto"):
                 chosen["migration"] = self.migration
             return BalanceConfig(**chosen)
@@ -211,7 +211,7 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Mode),
         default="off",
         help="off: measure only; resize: prune on slow ranks; migrate: give their work to the others; semi: both; "
-        "auto: migrate what takes the least time (default off)",
+        "auto: whatever takes the least time, pruning no more than --max-resize allows (default off)",
     )
     balancing.add_argument(
         "--paper",
@@ -224,13 +224,13 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Migration),
         default="block",
         help="what is given away: units of a block (neurons, heads), or columns of each product, all of them sent to "
-        "every rank (broadcast-reduce) (default block)",
+        "every rank (broadcast-reduce) or to each receiver its part (scatter-gather) (default block)",
     )
     balancing.add_argument(
         "--max-resize",
         type=float,
         metavar="SHARE",
-        help="largest share that a rank may prune in modes resize and semi (default 0.9)",
+        help="largest share that a rank may prune (default 0.9; with --balance auto never to prune)",
     )
     stragglers = parser.add_argument_group("stragglers")
     stragglers.add_argument(

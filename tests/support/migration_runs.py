@@ -16,11 +16,17 @@ from torch import Tensor, nn
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.plan import BalancePlan
 from tests.support.language_models import plan_of
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import SlowdownScript, Trained, boost, ours, scripted, sgd, theirs, tiny_vit
 
-METHODS = ("block", "broadcast-reduce")
+METHODS = ("block", "broadcast-reduce", "scatter-gather")
 ITERATIONS = 2
 """Enough for weights that have changed, momentum, and what is kept from one iteration to the next."""
+
+
+def methods_for(case: int) -> tuple[str, ...]:
+    """The methods that a case is checked with: block form, and one of the two column forms in turn."""
+    return METHODS if IS_THOROUGH else ("block", METHODS[1 + case % 2])
 
 
 def migrate(method: str, **choices: Any) -> BalanceConfig:

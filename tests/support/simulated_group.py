@@ -8,7 +8,7 @@ import numpy as np
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
 from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
-from colossal_hetero.balance.modes import COLUMN_PARTS, LayerKind, decide
+from colossal_hetero.balance.modes import LayerKind, decide
 
 OTHER = 0.3
 """Seconds of work per rank and iteration that cannot be moved. The products of a rank take 0.7 s times its slowdown."""
@@ -32,8 +32,8 @@ class SimulatedGroup:
         self.config, self.noise, self.overhead, self.received = config, noise, overhead, received
         self.random = np.random.default_rng(seed)
         self.ranks = ranks
-        self.kinds = [LayerKind(UNITS if config.is_exact else COLUMN_PARTS, 1, 1.0)]
-        self.speed = GroupSpeed([float(kind.units) for kind in self.kinds], ranks, config)
+        self.kinds = [LayerKind(UNITS if config.is_exact else None, 1, 1.0)]
+        self.speed = GroupSpeed([kind.full for kind in self.kinds], ranks, config)
         self.plan = BalancePlan.idle(ranks)
         self.decisions = 0
         self.seconds = 0.0
@@ -52,7 +52,7 @@ class SimulatedGroup:
             noise = self.random.uniform(-self.noise, self.noise, 2)
             work = self.load(rank) + overhead + (self.received - 1.0) * max(0.0, self.load(rank) - 1.0)
             matmul = 0.7 * slowdown * work * (1 + float(noise[0])) * length
-            load = self.load(rank) * self.kinds[0].units
+            load = self.load(rank) * self.kinds[0].full
             works.append([KindWork(load, matmul, OTHER * (1 + float(noise[1])) * length)])
         self.seconds += max(work.seconds for (work,) in works)
         posted, self._posted = self._posted, works

@@ -59,7 +59,7 @@ RULES: dict[str, set[str]] = {
 }
 """By room: the rooms that it may import. ``planner/*`` is every room in ``planner/``."""
 
-PURE = {"balance": {"divide", "modes", "plan", "ratios", "work_times"}, "planner": None}
+PURE = {"balance": {"divide", "modes", "optimum", "plan", "ratios", "work_times"}, "planner": None}
 """By room: the modules that decide, so they import no torch; None: all of them."""
 
 

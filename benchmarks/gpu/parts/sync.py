@@ -51,8 +51,8 @@ CONFIGS: Mapping[str, Mapping[str, dict[str, Any] | None]] = {
     },
     "both": {
         "semi": {"mode": "semi"},
-        "semi, columns": {"mode": "semi", "migration": "broadcast-reduce"},
-        "semi, prunes up to 0.3": {"mode": "semi", "max_resize": 0.3},
+        "semi, columns": {"mode": "semi", "migration": "scatter-gather"},
+        "auto, prunes up to 0.3": {"mode": "auto", "max_resize": 0.3},
     },
 }
 

@@ -168,8 +168,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "resize blocks": {"mode": "resize", "pruning": Pruning(**BY_DIFF)},  # type: ignore[arg-type]
     "migrate columns": {"mode": "migrate", "migration": "broadcast-reduce"},
     "semi": {"mode": "semi", "pruning": Pruning(**BY_PRIORITY)},  # type: ignore[arg-type]
-    "semi by differences": {"mode": "semi", "max_resize": 0.3, "pruning": Pruning(**BY_DIFF)},  # type: ignore[arg-type]
-    "auto": {"mode": "auto"},
+    "auto": {"mode": "auto", "max_resize": 0.3, "pruning": Pruning(**BY_DIFF)},  # type: ignore[arg-type]
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from tests.support.sharding import (
 )
 
 checks = Checks()
+COLUMN_FORMS = ("broadcast-reduce", "scatter-gather")
 
 
 class NoOptimizer:
@@ -68,8 +70,8 @@ class Migration:
         number, both = self._number, (0, 1)
         if not self._blocks_only:
             yield lambda model: None
-            senders = both if IS_THOROUGH else (number % 4 // 2,)
-            yield from (partial(self._migrate, "broadcast-reduce", sender) for sender in senders)
+            forms = product(COLUMN_FORMS, both) if IS_THOROUGH else [(COLUMN_FORMS[number % 2], number % 4 // 2)]
+            yield from (partial(self._migrate, method, sender) for method, sender in forms)
         for sender in both if IS_THOROUGH else both[number % 2 :] if self._blocks_only else (1 - number % 2,):
             yield partial(self._migrate, "block", sender)
         if not self._blocks_only:

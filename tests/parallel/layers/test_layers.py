@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from benchmarks.papers.policies import ScatterGather
 from colossal_hetero.balance.divide import divide
 from colossal_hetero.layers import HeteroLinear1D_Col, Workload
-from colossal_hetero.layers.column_migration import BroadcastReduce, ColumnMigration
+from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.policy import HETERO_LAYERS
 from colossal_hetero.layers.transport import Transport
 from tests.support.checks import Checks
@@ -273,7 +272,7 @@ def train_layer(layer: Any, kind: str, options: dict[str, Any]) -> dict[str, Ten
 def options_of_each_kind_of_layer_are_those_of_colossalais() -> None:
     ranks, transport = dist.get_world_size(), Transport(dist.new_group())
     for number, (kind, (our_class, their_class)) in enumerate(KINDS.items()):
-        exchange = (BroadcastReduce, ScatterGather)[number % 2]
+        exchange = list(COLUMN_EXCHANGES.values())[number % len(COLUMN_EXCHANGES)]
         own_option = {"gather_output": True} if is_column(kind) else {"parallel_input": False}
         for options in ({"skip_bias_add": True}, own_option):
             expected = train_layer(build(their_class, kind, **options), kind, options)

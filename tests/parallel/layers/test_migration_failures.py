@@ -20,7 +20,7 @@ from colossal_hetero.balance.balancer import Balancer
 from colossal_hetero.balance.host_messages import Exchange
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import unit_exchange
-from colossal_hetero.layers.column_migration import BroadcastReduce, moved_count
+from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather, moved_count
 from colossal_hetero.layers.unit_exchange import Bucket, UnitExchange
 from colossal_hetero.layers.unit_layout import UnitShare
 from tests.support.checks import Checks
@@ -48,7 +48,7 @@ def ranks_with_different_plans_stop_before_they_apply_them(culprit: int) -> None
         return _other(plan) if dist.get_rank() == culprit else plan
 
     with patch.object(Balancer, "_decide", decide_otherwise):
-        run = deciding_run(slow(1), METHODS[culprit // 2])
+        run = deciding_run(slow(1), METHODS[culprit])
         with pytest.raises(RuntimeError, match=r"have different balancing plans, .* training is stopped"):
             train(run, DECIDED)
     # The ranks stop before they carry out any part of the plan.
@@ -178,7 +178,8 @@ def check_death(method: str, victim: int, owner: type, name: str) -> None:
     [
         (2, "block", 0, UnitShare, "gradients"),  # a receiver in its backward pass
         (2, "block", 1, UnitExchange, "begin_pass"),  # a sender in its forward pass
-        (2, "broadcast-reduce", 0, BroadcastReduce, "reduce"),
+        (2, "scatter-gather", 0, ScatterGather, "reduce"),
+        (3, "scatter-gather", 1, ScatterGather, "distribute"),
         (3, "broadcast-reduce", 1, BroadcastReduce, "distribute"),
         (2, "broadcast-reduce", 0, BroadcastReduce, "gather"),
     ],

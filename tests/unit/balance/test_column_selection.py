@@ -54,15 +54,32 @@ def test_kept_columns_are_as_many_as_asked_for_and_ascending(rule: Any, transpos
         selector.end_interval(weight)
 
 
+def test_random_draws_anew_and_by_the_seed() -> None:
+    weight, x = weight_and_input(columns=40)
+
+    def draws(seed: int) -> list[list[int]]:
+        selector = make_selector("random", weight, seed)
+        return [indices(selector(x, weight, 20)) for _ in range(5)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert len({tuple(drawn) for drawn in draws(1)}) == 5
+    counts = np.bincount(np.concatenate([drawn for seed in range(1, 5) for drawn in draws(seed)]), minlength=40)
+    assert (counts > 0).all(), "some column is never kept"
+
+
 @every_layout
 @every_weight
-def test_norm_product_is_the_top_k_of_the_products_of_norms(transposed: bool, dtype: torch.dtype) -> None:
-    weight, x = weight_and_input(transposed, dtype)
+@pytest.mark.parametrize("seed", range(3))
+def test_norm_product_is_the_top_k_of_the_products_of_norms(transposed: bool, dtype: torch.dtype, seed: int) -> None:
+    weight, x = weight_and_input(transposed, dtype, seed=seed)
     score = [float(x[:, i].float().norm() * weight[:, i].float().norm()) for i in range(13)]
     expected = sorted(sorted(range(13), key=lambda i: -score[i])[:6])
     assert indices(make_selector("norm-product", weight, 0)(x, weight, 6)) == expected
+
+
+def test_norm_product_samples_rows_of_a_long_input_and_does_not_overflow_in_half_precision() -> None:
     x = torch.zeros(5 * SAMPLED_ROWS, 4)
-    x[::5] = torch.tensor([0.0, 2.0, 0.0, 1.0])  # the rows of a long input that are looked at
+    x[::5] = torch.tensor([0.0, 2.0, 0.0, 1.0])  # the rows that are looked at
     assert indices(make_selector("norm-product", x, 0)(x, torch.ones(3, 4), 2)) == [1, 3]
     # A column's norm may be above the largest number of its dtype (65504 in fp16).
     x, weight = torch.full((64, 3), 3e4, dtype=torch.half), torch.tensor([[1.0, 3.0, 2.0]], dtype=torch.half)
@@ -94,9 +111,18 @@ def test_variation_by_hand(transposed: bool, dtype: torch.dtype) -> None:
     assert [indices(selector(x, weight, count)) for count in (1, 2)] == [[0], [0, 3]]
 
 
-def test_pruned_columns_come_back_thanks_to_the_incremental_update() -> None:
+class ForgetfulVariation(WeightVariation):
+    """Without the incremental update: a pruned column counts as one that did not vary."""
+
+    def end_interval(self, weight: Tensor) -> None:
+        self._pruned.zero_()
+        super().end_interval(weight)
+
+
+@pytest.mark.parametrize("kind", [WeightVariation, ForgetfulVariation])
+def test_pruned_columns_come_back_thanks_to_the_incremental_update(kind: type[WeightVariation]) -> None:
     """Kept columns vary less in each interval (as they converge), pruned ones not at all."""
-    selector = WeightVariation(torch.zeros(3, 6), seed=0)
+    selector = kind(torch.zeros(3, 6), seed=0)
     # All columns vary in a first interval without pruning; 0 and 1 least, so that these are pruned first.
     weight = settle(selector, torch.zeros(3, 6), torch.tensor([0.8, 0.9, 1.0, 1.1, 1.2, 1.3]))
     pruned = []
@@ -106,7 +132,8 @@ def test_pruned_columns_come_back_thanks_to_the_incremental_update() -> None:
         selector.end_interval(weight)
         pruned.append(sorted(set(range(6)) - set(indices(kept))))
     assert pruned[0] == [0, 1]
-    assert all(any(column not in columns for columns in pruned) for column in (0, 1)), pruned
+    came_back = all(any(column not in columns for columns in pruned) for column in (0, 1))
+    assert came_back is (kind is WeightVariation), pruned
 
 
 def test_columns_pruned_in_a_part_of_an_interval_keep_their_variation() -> None:
@@ -163,6 +190,21 @@ def test_a_rank_that_becomes_slow_knows_how_weights_varied_before() -> None:
     epoch(0.1, 0.2, 0.6, 0.3, 0.5, 0.4)
     resize.prune(0.5)
     assert layer.kept() == [2, 4, 5]
+
+
+def test_a_changed_ratio_keeps_the_priorities() -> None:
+    layer = PlainLayer(torch.zeros(3, 8))
+    resize = resizer(1, layer, priority="priority")
+    resize.prune(0.5)
+    first = layer.kept()
+    layer.matrix[:, first] += 1.0
+    resize.end_iteration()
+    resize.prune(0.25)
+    assert set(layer.kept()) > set(range(8)) - set(first), "columns without a variation do not come first"
+    before = layer.kept()
+    resize.prune(0.0)
+    resize.prune(0.25)
+    assert layer.kept() == before, "a rank that is slow again has forgotten its priorities"
 
 
 def test_priority_diff_prunes_quiet_layers_more_within_the_budget() -> None:

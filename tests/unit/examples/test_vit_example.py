@@ -55,10 +55,10 @@ def test_ranks_are_divided(line, world_size, layout):
 def test_the_balancing_flags_reach_the_plugin():
     """All modes take all flags; what a mode does not use is left out."""
     for mode in ("off", "resize", "migrate", "semi", "auto"):
-        chosen = options(f"--balance {mode} --migration broadcast-reduce --max-resize 0.25 --seed 3")
-        migration = {"migration": "broadcast-reduce"} if mode in ("migrate", "semi", "auto") else {}
-        pruning = {"pruning": Pruning(seed=3), "max_resize": 0.25} if mode in ("resize", "semi") else {}
-        assert chosen.balance_config() == BalanceConfig(mode=mode, **migration, **pruning)
+        chosen = options(f"--balance {mode} --migration scatter-gather --max-resize 0.25 --seed 3")
+        migration = {"migration": "scatter-gather"} if mode in ("migrate", "semi", "auto") else {}
+        pruning = {"pruning": Pruning(seed=3)} if mode in ("resize", "semi", "auto") else {}
+        assert chosen.balance_config() == BalanceConfig(mode=mode, max_resize=0.25, **migration, **pruning)
         # Without the flags the defaults of the package apply.
         assert options(f"--balance {mode}").balance_config().rules == BalanceConfig(mode=mode).rules
     for name in PAPER_METHODS:

@@ -85,10 +85,10 @@ def test_batches_of_different_lengths_are_no_stragglers(ranks: int, lengths: str
         "lognormal": lambda iteration: float(random.lognormal(0.0, 0.5)),
         "uniform": lambda iteration: float(random.uniform(0.2, 1.8)),
         "two lengths": lambda iteration: (0.3, 1.0)[iteration % 7 > 3],
-        "growing": lambda iteration: 0.2 + iteration / 250,
+        "growing": lambda iteration: 0.2 + iteration / 400,
     }[lengths]
     group = SimulatedGroup(ranks, MIGRATE, seed=ranks, noise=0.05)
-    for iteration in range(250):
+    for iteration in range(400):
         group.iterate([1.0] * ranks, draw(iteration))
         assert group.plan == BalancePlan.idle(ranks), f"{iteration}: {group.plan}"
 
@@ -103,6 +103,17 @@ def test_a_straggler_is_found_among_batches_of_different_lengths(ranks: int) -> 
         loads = [group.load(rank) for rank in range(ranks)]
         works = [OTHER + 0.7 * (2.0 if rank == slow else 1.0) * load for rank, load in enumerate(loads)]
         assert loads[slow] < 0.8 and max(works) < 1.1 * min(works), loads
+
+
+@pytest.mark.parametrize("length", [0.1, 1.0, 5.0])
+def test_equal_work_is_in_seconds_from_the_first_decision_on(length: float) -> None:
+    """Costs of communication in seconds are compared with it."""
+    group = SimulatedGroup(2, RESIZE)
+    while not group.decisions:
+        group.iterate([2.0, 1.0], length)
+    slow, fast = group.speed.equal_work()
+    assert slow.work_seconds == pytest.approx(length * (OTHER + 1.4))
+    assert fast.work_seconds == pytest.approx(length * (OTHER + 0.7))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -205,4 +216,14 @@ def test_patience_doubles_with_each_plan_taken_back_and_relaxes_in_calm() -> Non
     damping.observed(slow_spell=True)
     for _ in range(10 * RELAX_AFTER):
         damping.observed(slow_spell=False)
+    assert damping.patience == 2
+
+
+@pytest.mark.parametrize(("shares", "iterations"), [((0.6, 0.0), 7), ((0.6, 0.5, 0.7), 1), ((0.6, 0.7, 0.0), 4)])
+def test_a_plan_that_lasted_or_was_only_adjusted_is_no_flicker(shares: tuple[float, ...], iterations: int) -> None:
+    damping = Damping(2)
+    for share in shares:
+        damping.relieved(share)
+        for _ in range(iterations):
+            damping.observed(slow_spell=False)
     assert damping.patience == 2

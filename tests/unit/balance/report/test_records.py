@@ -1,206 +1,28 @@
-"""Which time counts as which part, also on a fake GPU; records of all ranks, the report and its sentences."""
+"""Records of all ranks together, the report's bounds against brute force, and sentences about changes of the plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import clock as clocks
-from colossal_hetero.balance.clock import CpuClock, CudaClock
 from colossal_hetero.balance.latest import SETTLED_AFTER, ChangeTeller, LatestIterations, plan_in_words
 from colossal_hetero.balance.plan import BalancePlan, RankTimes
-from colossal_hetero.balance.report import BalanceReport, LocalRecord, lossless_seconds, merge_records, report
-from tests.support.fake_device import FakeDevice
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    device = FakeDevice()
-    for name, fake in device.fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    return device
-
-
-class HostSeconds:
-    """A host clock that a test turns on."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> HostSeconds:
-    host = HostSeconds()
-    monkeypatch.setattr(clocks, "time", host)
-    return host
-
-
-def iterate(
-    clock: CpuClock | CudaClock,
-    host: HostSeconds,
-    device: FakeDevice,
-    parts: Sequence[tuple[Any, ...]],
-    after: float = 1.0,
-) -> None:
-    """An iteration of parts, each with its seconds, perhaps a kind, and whether it is inner; then of other work."""
-    clock.start()
-    for part, seconds, *kind_and_inner in parts:
-        pass_by(host, device, seconds)
-        clock.mark(part, *kind_and_inner)
-    pass_by(host, device, after)
-    clock.stop()
-
-
-def pass_by(host: HostSeconds, device: FakeDevice, seconds: float) -> None:
-    host.now += seconds
-    device.milliseconds += 1e3 * seconds
-
-
-ATTENTION, MLP = 0, 1
-PASSES: list[tuple[str, float, int | None]] = [
-    ("other", 5.0, ATTENTION),  # the embedding, in whose collective a rank may wait
-    ("matmul", 1.0, ATTENTION),
-    ("block", 0.5, ATTENTION),
-    ("matmul", 1.0, ATTENTION),
-    ("communication", 2.0, ATTENTION),
-    ("other", 0.25, MLP),  # norm and residual
-    ("matmul", 3.0, MLP),
-    ("migration", 4.0, MLP),
-    ("other", 0.125, MLP),
-    ("communication", 2.0, MLP),
-    ("communication", 6.0, None),  # another stage of the pipeline
-    ("other", 7.0, MLP),  # the loss
-    ("matmul", 6.0, MLP),
-    ("communication", 2.0, MLP),
-]
-
-
-def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(
-    device: FakeDevice, host: HostSeconds
-) -> None:
-    cpu, gpu = CpuClock(), CudaClock()
-    for clock in (cpu, gpu):
-        iterate(clock, host, device, PASSES, after=8.0)  # the optimizer step
-    assert gpu.read() == []  # the device is still busy
-    device.catch_up()
-    for times in (*cpu.read(), *gpu.read()):
-        assert times.kinds == {ATTENTION: pytest.approx((2.5, 0.0)), MLP: pytest.approx((9.0, 0.375))}
-        assert times.migration_seconds == pytest.approx(4.0)
-        assert times.communication_seconds == pytest.approx(2 + 4 + 2 + 6 + 2)
-        assert times.work_seconds == pytest.approx(5 + 2.5 + 9.375 + 7 + 8)
-
-
-INNER: list[tuple[str, float, bool]] = [
-    ("communication", 2.0, False),
-    ("other", 0.25, False),
-    ("matmul", 1.0, True),  # two column-parallel layers
-    ("other", 0.0, True),
-    ("matmul", 1.5, True),
-    ("block", 0.5, True),
-    ("matmul", 2.0, False),  # the row-parallel layer
-    ("communication", 2.0, False),
-    ("other", 0.25, False),  # the backward pass
-    ("matmul", 4.0, True),
-    ("block", 0.5, False),
-    ("matmul", 3.0, False),  # dX
-    ("overlapped", 5.0, True),
-    ("other", 0.5, True),  # the bias
-    ("communication", 1.0, False),
-    ("block", 0.0, True),
-    ("matmul", 1.0, False),
-    ("overlapped", 1.0, True),
-    ("communication", 1.0, False),
-    ("matmul", 7.0, True),  # of a block that ends without another product
-]
-"""In milliseconds. The last part is followed by other work of 1 ms."""
-
-
-def run(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float, bool]] = INNER) -> None:
-    """The parts in milliseconds."""
-    iterate(clock, HostSeconds(), device, [(part, 1e-3 * ms, MLP, inner) for part, ms, inner in parts], after=1e-3)
-
-
-def test_inner_parts_take_no_events_on_a_gpu(device: FakeDevice, host: HostSeconds) -> None:
-    cpu, gpu = CpuClock(), CudaClock()
-    before = device.recorded
-    for clock in (cpu, gpu):
-        iterate(clock, host, device, [(part, ms, MLP, inner) for part, ms, inner in INNER])
-    assert device.recorded - before == sum(not inner for _, _, inner in INNER) + 2
-    device.catch_up()
-    (all_parts,), (merged,) = cpu.read(), gpu.read()
-    # The bias, and the end of the last block, are the only work whose time is not known without their events. A product
-    # beside a collective is taken to be as long as the one before: 3 instead of 5 ms.
-    assert all_parts.kinds[MLP].movable == pytest.approx(5 + 4.5 + 3 + 5 + 1 + 1 + 7)
-    assert merged.kinds[MLP].movable == pytest.approx(all_parts.kinds[MLP].movable - 2 + 1)
-    assert all_parts.kinds[MLP].fixed == pytest.approx(1.0) and merged.kinds[MLP].fixed == pytest.approx(0.5)
-    assert merged.communication_seconds == pytest.approx(all_parts.communication_seconds + 2.5)
-    assert merged.work_seconds + 2.5 == pytest.approx(all_parts.work_seconds)
-
-
-def test_events_are_read_in_slices_while_there_is_time(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "READ_AT_ONCE", 10)
-    parts = [("matmul", 1.0, False)] * 24
-    clock = CudaClock()
-    run(clock, device, parts)
-    device.catch_up()
-    read, finished = [], []
-    for _ in range(3):
-        before = device.read
-        finished.append(clock.read())
-        read.append(device.read - before)
-    assert read == [10, 10, 5] and [len(each) for each in finished] == [0, 0, 1]
-    assert finished[-1][0].kinds[MLP].movable == pytest.approx(24e-3)
-    # If every iteration is measured, none is left behind.
-    for _ in range(2):
-        run(clock, device, parts)
-    device.catch_up()
-    assert len(clock.read()) == 1
-    for _ in range(3):
-        run(clock, device, parts)
-        device.catch_up()
-        assert len(clock.read()) == 1
-
-
-def test_a_gpu_that_waits_for_its_host_is_noticed(device: FakeDevice) -> None:
-    clock = CudaClock()
-    shares = []
-    for late in (0, 9, 24):  # the host is late with so many of 24 parts
-        clock.start()
-        for number in range(24):
-            if number < late:
-                device.catch_up()
-            device.milliseconds += 1.0
-            clock.mark("matmul", MLP)
-        asked = device.queried
-        clock.stop()
-        assert device.queried - asked <= 1
-        device.catch_up()
-        (times,) = clock.read()
-        shares.append(times.starved)
-    assert shares == [0.0, pytest.approx(9 / 24), pytest.approx(1.0)]
-
-
-def test_a_gpu_always_waits_for_a_host_that_waits_in_collectives(device: FakeDevice) -> None:
-    clock = CudaClock(host_waits=True)
-    clock.start()
-    for _ in range(24):
-        device.catch_up()
-        clock.mark("communication", MLP)
-    clock.stop()
-    device.catch_up()
-    assert [times.starved for times in clock.read()] == [0.0]
-    assert device.queried == 1  # whether the iteration has ended
+from colossal_hetero.balance.report import (
+    BalanceReport,
+    LocalRecord,
+    ideal_ratio,
+    lossless_seconds,
+    merge_records,
+    moved_shares,
+    rank_table,
+    report,
+)
 
 
 def local(iteration: int = 0, work: float = 1.0, matmul: float = 0.5, **others: Any) -> LocalRecord:
@@ -242,6 +64,15 @@ def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
     assert merge_records([[local(0)], []], [[0, 1]]) == []
 
 
+def test_what_any_group_did_or_noted_is_kept() -> None:
+    flags = [(False, ""), (True, "too slow"), (False, "")]
+    per_rank = [[local(plan_changed=changed, note=note)] for changed, note in flags]
+    (record,) = merge_records(per_rank, [[0, 2], [1]])
+    assert (record.plan_changed, record.note) == (True, "too slow")
+    (record,) = merge_records([per_rank[0], per_rank[2]], [[0, 1]])
+    assert (record.plan_changed, record.note) == (False, "")
+
+
 seconds = st.floats(0.01, 100)
 
 
@@ -255,6 +86,17 @@ def test_lossless_seconds_by_bisection(times: list[tuple[float, float]]) -> None
         done = (np.maximum(0.0, middle - other) / matmul).sum()
         low, high = (middle, high) if done < len(other) else (low, middle)
     assert lossless_seconds(other, matmul) == pytest.approx(high, rel=1e-6)
+
+
+@given(st.integers(2, 16), st.floats(1, 50), seconds, st.floats(0, 10))
+def test_lossless_seconds_of_one_straggler_is_the_papers_bound(
+    ranks: int, slowdown: float, matmul: float, other: float
+) -> None:
+    """``e / (e − 1 + 1/χ)`` of the homogeneous matmul time."""
+    bound = ranks / (ranks - 1 + 1 / slowdown)
+    found = lossless_seconds([other] * ranks, [matmul] * (ranks - 1) + [slowdown * matmul])
+    assert found == pytest.approx(other + matmul * bound)
+    assert ideal_ratio({ranks - 1: slowdown}, ranks) == pytest.approx(bound)
 
 
 def test_report_by_hand() -> None:
@@ -288,6 +130,14 @@ def test_the_report_takes_medians_and_every_note_once_with_the_latest_last() -> 
     assert found.saved_seconds == pytest.approx(found.unbalanced_seconds - found.balanced_seconds)
     assert found.waiting_seconds == 0.0 and found.notes == ()
     assert reported([local(i, note=note) for i, note in enumerate(["", *"aab", "", *"acb"])]).notes == ("a", "c", "b")
+
+
+def test_what_was_given_away_for_good_stands_beside_what_migrated() -> None:
+    found = reported([local(resharded=0.4)], [local(received=0.4)])
+    assert [rank.resharded for rank in found.ranks] == [0.4, 0.0]
+    headings = [str(column.header) for column in rank_table(found).columns]
+    assert "resharded" in headings and "received" in headings and "migrated" not in headings
+    assert moved_shares(0.0, 0.1, 0.0, 0.4) == "migrated 10%, resharded 40%"
 
 
 SLOW = (RankTimes(1.0, 1.0), RankTimes(6.1, 6.1), RankTimes(1.2, 1.2))
