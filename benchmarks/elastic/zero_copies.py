@@ -1,6 +1,6 @@
 """What the second holder of each shard costs in elastic training with ZeRO 1, while nothing happens.
 
-    python -m benchmarks.elastic.zero_copies [--ranks 3,4] [--micro-batches 4,16] [--rounds 9]
+    python -m benchmarks.elastic.zero_copies [--ranks 3,4] [--micro-batches 4,16] [--rounds 5]
 
 Ranks that share this machine's cores train a GPT-2 with AdamW in fp32, each as a replica, with one holder of each shard
 and with two, in turns in the same processes. The control is the way with one holder once more. Aim: at most 1.02.
@@ -64,9 +64,9 @@ def measure(ranks: int, micro_batches: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="3,4", help="ranks, each a replica (default: %(default)s)")
-    parser.add_argument("--micro-batches", default="4,16", help="of each rank, per iteration (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each way (default: %(default)s)")
+    parser.add_argument("--ranks", default="3", help="ranks, each a replica (default: %(default)s)")
+    parser.add_argument("--micro-batches", default="16", help="of each rank, per iteration (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default: %(default)s)")
     arguments = parser.parse_args()
     rows = []
     for ranks in map(int, arguments.ranks.split(",")):
