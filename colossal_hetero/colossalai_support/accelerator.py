@@ -69,6 +69,27 @@ _PROCESS_STATUS = Path("/proc/self/status")
 _PROCESS_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
+class HostStream(torch.cpu.Stream):
+    """The CPU's only stream, in program order: all earlier work is done."""
+
+    def synchronize(self) -> None:
+        """Return at once: nothing is pending."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Return at once: nothing is pending."""
+
+    def wait_event(self, event: Any) -> None:
+        """Return at once: nothing is pending."""
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        event = HostEvent() if event is None else event
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+
 class HostEvent:
     """A moment in the CPU's program order, with the methods of ``torch.cuda.Event``."""
 
@@ -88,6 +109,9 @@ class HostEvent:
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         return (end_event._seconds - self._seconds) * 1e3
+
+
+_HOST_STREAM = HostStream()
 
 
 class HeteroCpuAccelerator(CpuAccelerator):
@@ -135,14 +159,14 @@ class HeteroCpuAccelerator(CpuAccelerator):
         with suppress(OSError):
             _PROCESS_CLEAR_REFS.write_text("5")  # proc(5): 5 resets the peak resident set size, VmHWM
 
-    def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> torch.cpu.Stream:
-        return torch.cpu.Stream()
+    def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> HostStream:
+        return HostStream()
 
     def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> HostEvent:
         return HostEvent()
 
-    def current_stream(self, device: Any = None) -> torch.cpu.Stream:
-        return torch.cpu.current_stream()
+    def current_stream(self, device: Any = None) -> HostStream:
+        return _HOST_STREAM
 
     def stream(self, stream_: Any) -> AbstractContextManager[None]:
         return nullcontext()

@@ -133,6 +133,9 @@ class _Sent:
     def wait(self, timeout: Any = None) -> bool:
         return True
 
+    def is_completed(self) -> bool:
+        return True
+
 
 class _Received:
     """The request of a message to receive, which may be waited for more than once."""
@@ -145,6 +148,9 @@ class _Received:
             self._work.wait()
             self._work = None
         return True
+
+    def is_completed(self) -> bool:
+        return self._work is None
 
 
 class Messages:
@@ -166,6 +172,10 @@ class Messages:
                 work = dist.irecv(operation.tensor.detach(), operation.peer, operation.group, operation.tag)
                 requests.append(_Received(work))
         return requests
+
+    @property
+    def kept(self) -> int:
+        return len(self._sends)
 
     def wait_for_sends(self) -> None:
         for work, _ in self._sends:

@@ -47,7 +47,7 @@ def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0) -> lis
         images, labels = (part[mine] for part in images_and_labels(number, plugin.plan.global_batch))
         if plugin.pp_size > 1 or not plugin.plan.symmetric:
             own = pipeline_step(run, iter([(images, labels)]))
-            assert not p2p.dist.batch_isend_irecv.__self__._sends  # no message is kept for longer than a step
+            assert p2p.dist.batch_isend_irecv.__self__.kept == 0  # no message is kept for longer than a step
         else:
             loss = loss_of(run.model(images), labels)
             run.booster.backward(loss, run.optimizer)

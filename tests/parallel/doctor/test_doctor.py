@@ -61,7 +61,7 @@ def test_the_slow_rank_is_named_and_the_script_runs_as_without_the_doctor(
 ) -> None:
     if fault == "quota" and not can_limit():
         pytest.skip("CPU control groups are not writable")
-    size = ("--iterations", "160") if IS_THOROUGH else ("--iterations", "110", "--width", "64", "--batch", "32")
+    size = ("--iterations", "160") if IS_THOROUGH else ("--iterations", "110", "--width", "64")
     options = ("--way", way, "--fault", fault, "--slow", str(slow), *size)
     findings, status, errors = watched(tmp_path, *options)
     assert status == 0, errors
