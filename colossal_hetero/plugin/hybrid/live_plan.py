@@ -185,7 +185,7 @@ class LivePlan:
                 if self._of_links.is_suspected({link.ranks: link.ratio, (): 1.0}):
                     print_on_rank_0(f"after step {self._steps}, {link}")
         elif not stages_have_changed or (suspected and not self._waits):
-            self._waits = suspected  # the next window tells whether the link has changed, too
+            self._waits = stages_have_changed  # the next window tells whether the link has changed, too
             return
         self._waits = False
         self._links |= {link.ranks: link for link in report.links}

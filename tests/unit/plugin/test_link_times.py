@@ -145,3 +145,27 @@ def test_a_link_that_is_not_measured_now_stays_known() -> None:
             plugin.drift, live._is_boundary = compare(plan, times, 0.2, links), True
             live.before_passes()
     assert looked_for == [(link,)] * 2 and printed.call_count == 1
+
+
+@pytest.mark.parametrize(
+    "factors, expected", [([1, 1, 5, 1, 1], [4]), ([1, 5, 0.2, 5, 1], [4]), ([1, 1, 1, 1, 1], [3])]
+)
+def test_a_change_of_stages_waits_for_one_window_if_a_link_may_have_changed_too(
+    factors: list[float], expected: list[int]
+) -> None:
+    """Stages change in the second window, which the third one confirms."""
+    plan, plugin, windows = make_plan([[[0], [1]]], (3, 3)), SimpleNamespace(), list[int]()
+    live = LivePlan(plugin, {})
+    with (
+        patch.object(live_plan, "from_rank_0", lambda function: function()),
+        patch.object(live_plan.dist, "get_rank", lambda: 1),
+        patch.object(live_plan, "print_on_rank_0"),
+        patch.object(live, "_paying", lambda *_: windows.append(number)),
+    ):
+        for number, factor in enumerate(factors, 1):
+            slow = 1.0 if number == 1 else 2.0
+            times = {0: PassSeconds(1.0, 2.0), 1: PassSeconds(slow, 2 * slow)}
+            link = LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.1 * factor, 0.1, matters=factor != 1)
+            plugin.drift, live._is_boundary = compare(plan, times, 0.2, (link,)), True
+            live.before_passes()
+    assert windows == expected
