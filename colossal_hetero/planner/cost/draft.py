@@ -112,10 +112,18 @@ class DraftBuilder:
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
-        self, pool: SlotPool, rows: Rows, *, symmetric: bool = False, in_order: bool = False, below: float = np.inf
+        self,
+        pool: SlotPool,
+        rows: Rows,
+        *,
+        symmetric: bool = False,
+        in_order: bool = False,
+        below: float = np.inf,
+        sums: float = 0.0,
     ) -> Draft | str:
-        """The draft with these slots, or in words why there is none in which pipelines take less than ``below``
-        seconds. If ``symmetric``, all are cut alike; if ``in_order``, stages have no other order, even if that fits."""
+        """The draft with these slots, or in words why there is none that takes less than ``below`` seconds, of which
+        sums of gradients take at least ``sums``. If ``symmetric``, all pipelines are cut alike; if ``in_order``, stages
+        have no other order, even if that fits."""
         total = pool.total_micro_batches
         minimum = list(map(len, rows))
         if symmetric:
@@ -124,7 +132,7 @@ class DraftBuilder:
             return f"{total} micro-batches are too few for the stages of all replicas"
         else:
             counts = [max(each, round(total / len(rows))) for each in minimum]
-        below_split = below if symmetric else np.inf
+        below_split = below - sums if symmetric else np.inf
         bounds = self._split(pool, rows, counts, symmetric, below_split)
         if isinstance(bounds, str) and self.chooses_cuts and not in_order:
             # Blocks fit into other orders of the stages: by speed and by memory, both ways.
@@ -152,9 +160,9 @@ class DraftBuilder:
                 counts, costs = divided, again
             elif all(cost.fits for cost in costs) and sum(counts) != total:
                 return "a stage has too little memory for its micro-batches in flight"
-        if not max(cost.seconds for cost in costs) < below:
+        if not max(cost.seconds for cost in costs) < below - sums:
             return "a pipeline takes too long"
-        return self._draft(pool, rows, bounds, counts, costs)
+        return self._draft(pool, rows, bounds, counts, costs, below)
 
     def build_cut(
         self,
@@ -164,13 +172,14 @@ class DraftBuilder:
         micro_batches: Sequence[int],
         below: float = np.inf,
         *,
+        sums: float = 0.0,
         must_fit: bool = True,
     ) -> Draft | str:
-        """The draft in which nothing is left to choose, or in words why there is none."""
-        costs = self._price(pool, rows, bounds, micro_batches, below)
-        if not costs[-1].seconds < below:
+        """The draft in which nothing is left to choose, or in words why there is none; see :meth:`build_placed`."""
+        costs = self._price(pool, rows, bounds, micro_batches, below - sums)
+        if not costs[-1].seconds < below - sums:
             return "a pipeline takes too long"
-        return self._draft(pool, rows, bounds, micro_batches, costs, must_fit=must_fit)
+        return self._draft(pool, rows, bounds, micro_batches, costs, below, must_fit=must_fit)
 
     def _draft(
         self,
@@ -179,6 +188,7 @@ class DraftBuilder:
         bounds: Sequence[tuple[int, ...]],
         counts: Sequence[int],
         costs: list[PipelineCost],
+        below: float,
         *,
         must_fit: bool = True,
     ) -> Draft | str:
@@ -186,10 +196,13 @@ class DraftBuilder:
             return f"the split by {self.method} does not fit into memory"
         if any(max(cost.transfer_seconds) >= 1.0 / NO_LINK.bytes_per_second for cost in costs):
             return "consecutive stages have no link"
+        left = np.inf if self.overlap else below - max(cost.seconds for cost in costs)
         try:
-            synchronization = self.summing(pool, rows).seconds(bounds)
+            synchronization = self.summing(pool, rows).seconds(bounds, left)
         except ValueError as error:
             return str(error)
+        if not synchronization < left:
+            return "sums of gradients take too long"
         if self.overlap:
             passes = [each for cost in costs for each in zip(cost.forward_seconds, cost.backward_seconds, strict=True)]
             equal = len(set(bounds)) == 1 and len(set(counts)) == 1
@@ -284,7 +297,7 @@ class DraftBuilder:
 
 
 def _kinds(row: Sequence[Place]) -> Kinds:
-    return tuple((kind,) for kind, _ in row)
+    return tuple([(kind,) for kind, _ in row])
 
 
 def _channels(pool: SlotPool, numbers: Sequence[int]) -> list[Channel]:

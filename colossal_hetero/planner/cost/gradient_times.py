@@ -69,20 +69,26 @@ class Summing:
         self._width = len(groups[0][0])
         self._total: list[float] = [0.0, *np.cumsum(gradient_bytes).tolist()]
 
-    def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
-        """Seconds until every stage has summed the gradients of its blocks, all stages at once."""
+    def seconds(self, bounds: Sequence[tuple[int, ...]], below: float = math.inf) -> float:
+        """Seconds until every stage has summed the gradients of its blocks, all stages at once; or any time that is not
+        less than ``below`` if this is not, either."""
         if len(self._groups) == 1:
             return 0.0
-        return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
+        return self._of_equal_cuts(bounds[0], below) if len(set(bounds)) == 1 else self._of_any_cuts(bounds, below)
 
-    def _of_equal_cuts(self, bounds: tuple[int, ...]) -> float:
+    def _of_equal_cuts(self, bounds: tuple[int, ...], below: float) -> float:
         sizes = [self._total[stop] - self._total[start] for start, stop in itertools.pairwise(bounds)]
         if min(sizes) <= 0:
             # Rings that sum nothing leave their share of the networks to the others.
             used = [(ring, size) for ring, size in zip(self._rings, sizes, strict=True) if size > 0]
             concurrent = ConcurrentRings(self._times.topology, [ring for ring, _ in used for _ in range(self._width)])
             return max((concurrent.seconds(ring, size) for ring, size in used), default=0.0)
-        return max(self._equal_cuts(stage, size) for stage, size in enumerate(sizes))
+        longest = 0.0
+        for size, stage in sorted(zip(sizes, itertools.count()), reverse=True):
+            longest = max(longest, self._equal_cuts(stage, size))
+            if not longest < below:
+                break
+        return longest
 
     @cached_property
     def _rings(self) -> list[Ring]:
@@ -93,7 +99,7 @@ class Summing:
     def _equal_cuts(self) -> Callable[[int, float], float]:
         return self._times.equal_cuts(self._node_kind, self._rings, self._width)
 
-    def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
+    def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]], below: float) -> float:
         slots_on = Counter(itertools.chain.from_iterable(self._nodes))
         cuts = sorted(set(itertools.chain.from_iterable(bounds)))
         stage_of = [[bisect_right(cut, start) - 1 for start in cuts[:-1]] for cut in bounds]
@@ -108,6 +114,8 @@ class Summing:
             seconds = self._times.ring_seconds(kind_of, count_on, ring, size, sharing)
             for member in enumerate(stages):
                 spent[member] += seconds  # type: ignore[assignment]
+            if not max(spent.values()) < below:
+                break
         return float(max(spent.values()))
 
 

@@ -61,7 +61,7 @@ class PlacedPipelines:
         count, least = pool.total_micro_batches // len(rows), self.sums(len(rows))
         bounds = all_bounds(self.blocks, stages)
         if bounds is None or not self.builder.chooses_cuts:
-            draft = self.builder.build_placed(pool, rows, symmetric=True, in_order=True, below=below - least)
+            draft = self.builder.build_placed(pool, rows, symmetric=True, in_order=True, below=below, sums=least)
             return draft if isinstance(draft, Draft) and draft.seconds < below else None
         times = self._times(rows)
         if times is None:
@@ -70,13 +70,13 @@ class PlacedPipelines:
         if len(rows) == 1:
             cut = int(seconds.argmin())
             return self._draft(rows, [bounds[cut]], [count]) if seconds[cut] < below else None
-        order = np.argsort(seconds, kind="stable")
-        order = order[seconds[order] + least < below][:MAX_SUMMED]
+        order = np.flatnonzero(seconds + least < below)
+        order = order[np.argsort(seconds[order], kind="stable")][:MAX_SUMMED]
         best, chosen, summing = below, -1, self._summing(rows)
         for cut in order.tolist():
             if seconds[cut] + least >= best:
                 break
-            total = seconds[cut] + summing([bounds[cut]] * len(rows))
+            total = seconds[cut] + summing([bounds[cut]] * len(rows), best - seconds[cut])
             if total < best:
                 best, chosen = total, cut
         return None if chosen < 0 else self._draft(rows, [bounds[chosen]] * len(rows), [count] * len(rows))
@@ -118,7 +118,7 @@ class PlacedPipelines:
             if not seconds[number] + least < best:
                 break
             bounds = [each[cut] for each, cut in zip(all_of, grid[:, number].tolist(), strict=True) if each is not None]
-            if seconds[number] + summing(bounds) < best:
+            if seconds[number] + summing(bounds, best - seconds[number]) < best:
                 ones = [1] * len(rows)
                 counts = divide_micro_batches(fill[:, number], step[:, number], total, ones, most[:, number])
                 draft = self._draft(rows, bounds, (counts + extra).tolist())
@@ -142,18 +142,19 @@ class PlacedPipelines:
             times.append(self._cut_times[key])
         return times
 
-    def _summing(self, rows: Rows) -> Callable[[Sequence[NDArray[np.int64]]], float]:
-        """A function that gives the seconds of sums for cuts; infinite if slots cannot reach each other."""
+    def _summing(self, rows: Rows) -> Callable[[Sequence[NDArray[np.int64]], float], float]:
+        """A function that gives the seconds of sums for cuts, see ``Summing.seconds``; infinite if slots cannot reach
+        each other."""
         summing = self.builder.summing(self.pool, rows)
 
-        def seconds(bounds: Sequence[NDArray[np.int64]]) -> float:
+        def seconds(bounds: Sequence[NDArray[np.int64]], below: float) -> float:
             cuts = [tuple(each.tolist()) for each in bounds]
             if self.builder.overlap:
                 # What is hidden depends on the passes of each stage, but not on the number of micro-batches.
                 draft = self.builder.build_cut(self.pool, rows, cuts, [1] * len(rows))
                 return draft.synchronization_seconds if isinstance(draft, Draft) else np.inf
             try:
-                return summing.seconds(cuts)
+                return summing.seconds(cuts, below)
             except ValueError:
                 return np.inf
 

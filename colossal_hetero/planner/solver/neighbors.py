@@ -145,8 +145,8 @@ class Neighborhood:
             blocks = np.diff(bounds).tolist()
             held = {place: number for row in draft.rows for place, number in zip(row, blocks, strict=True)}
             bounds = (0, *itertools.accumulate(held[place] for place in rows[0]))
-        cuts, left = [bounds] * len(rows), below - self._placed.sums(len(rows))
-        found = self.builder.build_cut(self.pool, rows, cuts, draft.micro_batches, left, must_fit=False)
+        cuts, sums = [bounds] * len(rows), self._placed.sums(len(rows))
+        found = self.builder.build_cut(self.pool, rows, cuts, draft.micro_batches, below, sums=sums, must_fit=False)
         if not isinstance(found, Draft) or not found.seconds < below:
             return None
         again = self._placed.best(rows, found.seconds)
@@ -201,11 +201,11 @@ class Neighborhood:
     def _better(self, draft: Draft, rows: Rows, in_order: bool, factor: float = 1.0) -> Draft | None:
         ranking, may_be_equal = draft.ranking_seconds * factor, len(set(map(len, rows))) == 1
         below = ranking / ranking_seconds(1.0, equal=may_be_equal, plain=self.pool.pipelines is None)
-        below -= self._placed.sums(len(rows))
+        sums = self._placed.sums(len(rows))
         kinds = Counter(tuple(sorted([kind for kind, _ in row])) for row in rows)
-        if not self._bounds.may_run(kinds, self.pool.total_micro_batches, below):
+        if not self._bounds.may_run(kinds, self.pool.total_micro_batches, below - sums):
             return None
-        found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below)
+        found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below, sums=sums)
         return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - ROUNDING) else None
 
     def _moved(self, draft: Draft, factor: float) -> Iterator[tuple[Rows, bool]]:
