@@ -22,6 +22,7 @@ class ResumableDataLoader(DataLoader[Any]):
     _batches_done = 0
     _first_batch = 0
     _resumed_epoch: int | None = None
+    _divisions = 0
 
     @property
     def _sampler(self) -> DistributedSampler[Any]:
@@ -68,6 +69,17 @@ class ResumableDataLoader(DataLoader[Any]):
         self._sampler.set_epoch(self._resumed_epoch)
         self._batches_done = first
 
+    def continue_as(self, replica: int, replicas: int) -> None:
+        """Draw the samples of another replica, of another number of them, in the iterations that begin later."""
+        sampler = self._sampler
+        if (sampler.rank, sampler.num_replicas) != (replica, replicas):
+            self._divisions += 1
+            again: DistributedSampler[Any] = DistributedSampler(
+                self.dataset, replicas, replica, sampler.shuffle, sampler.seed, sampler.drop_last
+            )
+            for name in ("rank", "num_replicas", "num_samples", "total_size"):
+                setattr(sampler, name, getattr(again, name))
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         first = self._first_batch if self._resumed_epoch == self._sampler.epoch else 0
         self._resumed_epoch = None
@@ -77,8 +89,13 @@ class ResumableDataLoader(DataLoader[Any]):
         with torch.random.fork_rng(devices=[], enabled=first > 0):
             batches = super().__iter__()
 
-        def counted() -> Iterator[Any]:
+        def counted(divisions: int = self._divisions) -> Iterator[Any]:
             for batch in batches:
+                if divisions != self._divisions:
+                    raise ValueError(
+                        "replicas have changed since this iteration over a loader began, and divide the samples "
+                        "otherwise now; begin another one, with iter(loader)"
+                    )
                 self._batches_done += 1
                 yield batch
 

@@ -73,7 +73,9 @@ def with_fewest_moves(
     kinds = [_kind(topology, rank) for rank in ranks]
     costs = [
         [
-            round(missing_bytes(held[rank], needed[place], block_bytes)) if kinds[rank] == kinds[place] else math.inf
+            round(missing_bytes(held[rank], needed.get(place), block_bytes))
+            if kinds[rank] == kinds[place]
+            else math.inf
             for place in ranks
         ]
         for rank in ranks

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ...common.text import times
 from ..cluster.topology import Topology
@@ -228,6 +229,7 @@ def propose(
     plan: Plan,
     seconds: ByStage,
     links: Sequence[LinkDrift] = (),
+    idle: ByStage = MappingProxyType({}),
     *,
     alike: bool,
     search: Callable[[Topology], Plan] | None = None,
@@ -238,13 +240,15 @@ def propose(
         topology: the machines, with kinds of devices that ``profile`` has times of; it has no ``rank_devices``.
         seconds: measured time of each stage per micro-batch, without transfers.
         links: all measured links; groups of ranks change their network only with a plan.
+        idle: of ranks that ``plan`` leaves idle, how many times slower they are than in ``topology``.
         alike: replicas stay alike, with their numbers of micro-batches.
         search: a function that finds any plan for other machines; None: ranks keep their places, and only cuts move.
     """
     given = topology, profile, layout_of(plan), plan.rank_order
     stages = [stage for replica in price(*given).replicas for stage in replica.stages]
     planned = {stage.ranks: stage.forward_seconds + stage.backward_seconds for stage in stages}
-    measured = at_measured_speeds(topology, {ranks: each / planned[ranks] for ranks, each in seconds.items()})
+    ratios = {ranks: each / planned[ranks] for ranks, each in seconds.items()}
+    measured = at_measured_speeds(topology, {**ratios, **idle})
     measured = at_measured_links(measured, links)
     try:
         present = price(_on_its_networks(measured, topology, links), *given[1:])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,14 +14,14 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from ...colossalai_support.accelerator import recorded_event
+from ...colossalai_support.accelerator import get_accelerator, recorded_event
 from ...common.methods import wrap_method
 from ...common.ranks import of_every_rank, print_on_rank_0
 from ...common.text import spans, times
 from ...planner.cluster.topology import Topology
 from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
-from ...planner.solver.follow import LinkDrift, Proposal
+from ...planner.solver.follow import CALM, LinkDrift, Proposal
 from .link_times import LinkClock, compare_links
 
 
@@ -57,6 +58,8 @@ class DriftReport:
     plan: Plan  # the present one
     stages: tuple[StageDrift, ...]  # all measured stages, ordered by replica and stage
     links: tuple[LinkDrift, ...] = ()  # all measured links between stages
+    idle: Mapping[tuple[int, ...], float] = field(default_factory=dict)
+    """Of ranks that the plan leaves idle: how many times slower they are than when it was made."""
     proposal: Proposal | None = None  # None if no stage has drifted, or there is no cluster and profile to plan from
 
     @property
@@ -130,9 +133,13 @@ def split_in_words(plan: Plan) -> str:
 
 
 def compare(
-    plan: Plan, measured: Mapping[int, PassSeconds], threshold: float, links: tuple[LinkDrift, ...] = ()
+    plan: Plan, times_of: Mapping[int, PassSeconds | float], threshold: float, links: tuple[LinkDrift, ...] = ()
 ) -> DriftReport:
-    """Compare the times that ranks measured with ``plan``."""
+    """Compare what ranks measured with ``plan``: times, or where they are idle, how many times slower they are."""
+    measured = {rank: each for rank, each in times_of.items() if isinstance(each, PassSeconds)}
+    idle: dict[tuple[int, ...], float] = {
+        (rank,): each for rank, each in times_of.items() if not isinstance(each, PassSeconds)
+    }
     stages = []
     for number, replica in enumerate(plan.replicas):
         for index, stage in enumerate(replica.stages):
@@ -141,13 +148,14 @@ def compare(
             if found and planned.seconds > 0:
                 slowest = max(found, key=lambda each: each.seconds)
                 stages.append(StageDrift(number, index, stage.ranks, stage.device, stage.node, planned, slowest))
-    return DriftReport(threshold, plan, tuple(stages), links)
+    return DriftReport(threshold, plan, tuple(stages), links, idle)
 
 
 # Drift watch ---------------------------------------------------------------------------------------------------------
 
 
 WARMUP_ITERATIONS = 2  # not measured, because they allocate memory and exchange shapes
+PROBE_SECONDS = 0.3  # several periods of a CPU quota
 
 _Pass = tuple[Any, Any]  # events at the start and at the end of a pass
 
@@ -190,6 +198,37 @@ class StageClock:
         )
 
 
+class IdleClock:
+    """Tells how many times slower the device of an idle rank is than with ``rate`` (:meth:`work_per_second`), the speed
+    that the plan knows of; it looks every :data:`CALM` steps."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._present, self._iterations = rate, rate, 0
+
+    def end_iteration(self, counts: bool = True) -> None:
+        self._iterations += 1
+        if self._iterations % CALM == 0:
+            self._present = self.work_per_second()
+
+    def read(self) -> float:
+        return self._rate / self._present
+
+    def settled(self) -> IdleClock:
+        """A clock for a plan that knows what this one tells."""
+        return IdleClock(self._present)
+
+    @staticmethod
+    def work_per_second() -> float:
+        """Matrix products per second, in :data:`PROBE_SECONDS`."""
+        device = get_accelerator().get_current_device()
+        factor = torch.ones(*[256 if device.type == "cpu" else 2048] * 2, device=device)
+        begin, products = time.monotonic(), 0
+        while time.monotonic() - begin < PROBE_SECONDS:
+            (factor @ factor)[0, 0].item()  # waits for the device
+            products += 1
+        return products / (time.monotonic() - begin)
+
+
 def _mean_seconds(passes: list[_Pass]) -> float:
     return sum(start.elapsed_time(end) for start, end in passes) * 1e-3 / len(passes)
 
@@ -198,14 +237,14 @@ class DriftWatch:
     """Compares the times of stages and links with the plan after every ``interval`` iterations. Used by all ranks.
 
     Args:
-        schedule: the one that runs this rank's passes.
+        passes: the schedule that runs this rank's passes, or the clock of an idle rank.
         topology: the machines that links are compared with; None: they are not.
         propose: finds a better plan for what is measured; None: nothing is proposed or printed.
     """
 
     def __init__(
         self,
-        schedule: Any,
+        passes: Any,
         plan: Plan,
         topology: Topology | None,
         threshold: float,
@@ -214,9 +253,9 @@ class DriftWatch:
     ) -> None:
         self.interval = interval
         self.report: DriftReport | None = None  # the last one
-        self._clock = StageClock(schedule)
-        has_links = topology is not None and hasattr(schedule, "comm")
-        self._links = LinkClock(schedule.comm) if has_links else None
+        self._clock = passes if isinstance(passes, IdleClock) else StageClock(passes)
+        has_links = topology is not None and hasattr(passes, "comm")
+        self._links = LinkClock(passes.comm) if has_links else None
         self._plan, self._topology, self._threshold, self._propose = plan, topology, threshold, propose
         self._iterations = 0
         self._printed: DriftReport | None = None

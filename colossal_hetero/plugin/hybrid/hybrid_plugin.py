@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIO
@@ -28,7 +29,7 @@ from ...common.ranks import check_launched, of_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.loader import HeteroDataLoader
-from ...data_parallel.resumable_loader import make_even_loader
+from ...data_parallel.resumable_loader import ResumableDataLoader, make_even_loader
 from ...data_parallel.unsummed_steps import refuse_unfinished_sums, replica_of
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import HeldLayers, Recoveries, Recovery
@@ -48,7 +49,7 @@ from . import plugin_arguments
 from .drift import DriftReport
 from .layer_balancing import LayerBalancing
 from .live_plan import LivePlan, PlanChange, follows
-from .passes import PassesPlugin
+from .passes import PassesPlugin, no_layers
 from .plan_agreement import agree_on_next_plan
 from .planned_run import PlannedRun
 
@@ -118,6 +119,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
         self._live: LivePlan | None = None
+        self._loaders = WeakSet[HeteroDataLoader | ResumableDataLoader]()
         if elastic is not None:
             check_elastic(elastic, arguments)
         check_option("planning", planning, PlanConfig, "cluster=..., profile=...")
@@ -144,7 +146,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
 
     def rebuild(self, **arguments: Any) -> None:
         """Build the plugin anew with other arguments. Called by all ranks."""
-        kept = {name: vars(self)[name] for name in ("_elastic", "_live", "_reports")}
+        kept = {name: vars(self)[name] for name in ("_elastic", "_live", "_reports", "_loaders")}
         self.__dict__.clear()
         self.__dict__.update(kept)
         self._build(**arguments)
@@ -283,6 +285,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             plugin_arguments.unequal_layer_counts(),
             self._optimizers(),
             plugin_arguments.zero_in_fp32(self),
+            no_layers(self, objects) if self._is_idle else nullcontext(),
         ):
             objects = TrainingObjects(*super().configure(*objects))
         if self._planned is not None:
@@ -306,7 +309,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         ):
             if part is not None:
                 part.attach(self, objects)
-        self._refuse_unsummed_steps(objects.model, objects.optimizer)
+        if not self._is_idle:
+            self._refuse_unsummed_steps(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(
@@ -319,10 +323,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             if self._elastic is not None and batch_size is None:
                 # Samples are seeded one by one, and data sets with __getitems__ are asked for whole batches.
                 kwargs.setdefault("seeds_samples", not hasattr(dataset, "__getitems__"))
-            return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
-        if self._planned is not None and batch_size is None:
-            batch_size = self._planned.batch_size
-        return make_even_loader(make_loader, dataset, batch_size, *args, **kwargs)
+            loader = self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
+        else:
+            if self._planned is not None and batch_size is None:
+                batch_size = self._planned.batch_size
+            loader = make_even_loader(make_loader, dataset, batch_size, *args, **kwargs)
+        if isinstance(loader, HeteroDataLoader | ResumableDataLoader):
+            self._loaders.add(loader)
+        return loader
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """See ``HybridParallelPlugin.enable_lora``. Raises ``ValueError`` if layers are tensor parallel, or rank 0,
@@ -381,9 +389,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         return True
 
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
-        """Let the script's model and loader be those of this plugin, which was made again."""
-        if isinstance(self._uneven_batches, PipelineBatches) and isinstance(dataloader, HeteroDataLoader):
-            self._uneven_batches.continue_loader(self, dataloader)
+        """Let the script's model be that of this plugin, which was made again, and all loaders draw this rank's samples
+        from now on."""
+        for loader in {dataloader, *self._loaders}:
+            if isinstance(loader, ResumableDataLoader):
+                loader.continue_as(*self.replica())
+            elif isinstance(self._uneven_batches, PipelineBatches) and isinstance(loader, HeteroDataLoader):
+                self._uneven_batches.continue_loader(self, loader)
         if self._checkpoints is not None:
             self._checkpoints.adopt(model)
 
@@ -400,8 +412,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         return checkpoint_io
 
     def replica(self) -> tuple[int, int]:
-        if self._unequal is not None:
-            return self._unequal.index, len(self._unequal.plan.replicas)
+        if self._unequal is not None:  # an idle rank draws the samples of the first replica, and does not use them
+            return 0 if self._is_idle else self._unequal.index, len(self._unequal.plan.replicas)
         return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()
 
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:

@@ -147,6 +147,11 @@ class LayerBalancing:
                 _count_as_communication(plugin.scheduler, name, clock)
         return attached
 
+    def begin_idle_iteration(self) -> None:
+        """Begin an iteration in which this rank has no pass, so that it takes part in the exchange at its end."""
+        assert self.balancer is not None
+        self.balancer.begin(False, 1)
+
     def _tell(self, model: nn.Module) -> None:
         attached = _ATTACHED.get(model, lambda: None)()
         if self._on_report is not None and attached is not None and attached.balancer is self.balancer:

@@ -60,7 +60,7 @@ from ..elastic.planning import seated
 from ..elastic.session import HOOKS, Session, release_state, restore
 from ..plan_config import PlanConfig
 from ..training_objects import TrainingObjects
-from .drift import DriftReport, split_in_words
+from .drift import DriftReport, IdleClock, split_in_words
 from .plan_agreement import best_plan
 from .planned_mesh import MakeGroup
 
@@ -68,6 +68,10 @@ log = logging.getLogger(__name__)
 
 SLOW = 2.0
 """Times that a stage takes longer than another one from which on a plan without its devices is looked for."""
+
+
+Search = Callable[..., Plan]
+"""Finds a plan for machines, and if ``all_devices=False`` one that may leave some idle."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,20 @@ class PlanChange:
     def in_words(self) -> str:
         now, then = duration(self.after.iteration_seconds), duration(self.before_seconds)
         splits = split_in_words(self.before), split_in_words(self.after)
+        held = layers_by_rank(self.before), layers_by_rank(self.after)
         what = f"{splits[0]} became {splits[1]}"
-        if layout_of(self.before) == layout_of(self.after):
+        if layout_of(self.before) == layout_of(self.after) and held[0] == held[1]:
             what = f"stayed {splits[1]}, and groups of ranks use other networks"
+        idle, returned = (sorted(one.keys() - other.keys()) for one, other in itertools.permutations(held))
+        who = "".join(
+            f"; rank{'s' if len(ranks) > 1 else ''} {spans(ranks)} {what_now}"
+            for ranks, what_now in ((idle, "idle from now on"), (returned, "back"))
+            if ranks
+        )
         return (
             f"after step {self.step}, layers {what}: {now} "
             f"instead of {then} per iteration are predicted; it took {duration(self.seconds)}, and a rank received up "
-            f"to {self.received_bytes / 1e6:.1f} MB"
+            f"to {self.received_bytes / 1e6:.1f} MB{who}"
         )
 
 
@@ -115,6 +126,7 @@ class LivePlan:
         self._links: dict[tuple[int, int], LinkDrift] = {}  # as last measured when a plan was looked for
         self._seen: DriftReport | None = None
         self._told: set[tuple[int, ...]] = set()  # ranks that had better be left out
+        self.idle_clock: IdleClock | None = None  # of this rank, if the present plan leaves it idle
         self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
         self._ends: deque[float] = deque(maxlen=WINDOW + 1)  # of the last steps
         self._expected_seconds = 0.0  # of iterations after the last move, until it was judged
@@ -123,6 +135,10 @@ class LivePlan:
     def _run(self) -> Any:
         """The plugin's :class:`.PlannedRun`."""
         return self._plugin._planned
+
+    def idle_ranks(self, plan: Plan) -> tuple[int, ...]:
+        """Ranks that ``plan`` leaves idle; the first plan needs all ranks that were started."""
+        return _idle_ranks(plan) if self._is_moving else ()
 
     def kept_groups(self, make_group: MakeGroup, topology: Topology) -> MakeGroup:
         """``make_group``, which makes each group once for each network. All ranks ask for the same groups."""
@@ -170,7 +186,7 @@ class LivePlan:
         if not is_boundary or self._obstacle is not None or report is None or report is self._seen:
             return
         self._seen = report
-        ratios = {stage.ranks: stage.ratio for stage in report.stages}
+        ratios = {stage.ranks: stage.ratio for stage in report.stages} | {**report.idle}
         iteration = _iteration_seconds(self._ends)
         self._judge(iteration)
         if dist.get_rank() == 0:
@@ -207,9 +223,10 @@ class LivePlan:
             self._expected_seconds = 0.0
 
     def _paying(self, report: DriftReport, iteration: float | None) -> Proposal | None:
-        proposal, least = self._run.propose(report, self._search()), self._caution.least_gain(self._steps)
+        search, least = self._search(), self._caution.least_gain(self._steps)
+        proposal = self._run.propose(report, search)
         if proposal is not None:
-            self._say_who_slows_the_others(report, proposal)
+            proposal = self._without_slow_ranks(report, proposal, search)
             words = split_in_words(proposal.plan), 100 * proposal.gain, 100 * least
             log.debug("layers %s gain %.1f %%, and %.1f %% are needed", *words)
         if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), least):
@@ -218,37 +235,58 @@ class LivePlan:
             self._expected_seconds = iteration * (1 - proposal.gain / 2)
         return proposal
 
-    def _say_who_slows_the_others(self, report: DriftReport, proposal: Proposal) -> None:
+    def _without_slow_ranks(self, report: DriftReport, proposal: Proposal, search: Search | None) -> Proposal:
+        """The proposal, or one that leaves slow ranks idle if it is faster."""
         ratios = [stage.ratio for stage in report.stages]
-        if max(ratios) < SLOW * min(ratios):
-            return
-        plan, planning = self._run.plan, replace(self._plugin.planning, zero_stages=(self._run.plan.zero_stage,))
+        if max(ratios) < SLOW * min(ratios) and not report.idle:
+            return proposal
         with suppress(NoPlanError):
-            best = best_plan(planning, proposal.topology, self._run.profile, plan.tensor_parallel, all_devices=False)
-            idle = tuple(sorted(layers_by_rank(plan).keys() - layers_by_rank(best).keys()))
+            best = (search or self._any_plan)(proposal.topology, all_devices=False)
+            idle = _idle_ranks(best)
             now, then = (each.iteration_seconds for each in (proposal.plan, best))
-            if idle and then < (1 - GAIN) * now and idle not in self._told:
+            if not idle or then >= (1 - GAIN) * now:
+                return proposal
+            obstacle = self._why_not_idle(idle, search)
+            if obstacle is None:
+                return replace(proposal, plan=best)
+            if idle not in self._told:
                 self._told.add(idle)
                 print_on_rank_0(
                     f"after step {self._steps}, a plan without rank{'s' * (len(idle) > 1)} {spans(idle)} is faster: "
-                    f"{duration(then)} instead of {duration(now)} per iteration are predicted. A rank cannot leave the "
-                    "run; if that stays so, start again on the other devices"
+                    f"{duration(then)} instead of {duration(now)} per iteration are predicted. {obstacle}; if that "
+                    "stays so, start again on the other devices"
                 )
+        return proposal
 
-    def _search(self) -> Callable[[Topology], Plan] | None:
+    def _why_not_idle(self, idle: tuple[int, ...], search: Search | None) -> str | None:
+        if 0 in idle:
+            return "Rank 0, which saves and prints, cannot be left idle"
+        if self._run.plan.zero_stage:
+            return "With ZeRO a rank cannot be left idle"
+        if search is None:
+            return "Ranks can be left idle only with PlanConfig(layer_sums=True) and a loader of prepare_dataloader"
+        return None
+
+    def _any_plan(self, topology: Topology, all_devices: bool = True) -> Plan:
+        plan = self._run.plan
+        planning = replace(
+            self._plugin.planning,
+            micro_batch_sizes=(plan.micro_batch,),
+            zero_stages=(plan.zero_stage,),
+            schedules=("1f1b",),
+        )
+        return best_plan(planning, topology, self._run.profile, plan.tensor_parallel, all_devices=all_devices)
+
+    def _search(self) -> Search | None:
         """Finds plans in which ranks change places; None if the loader or the form of replicas does not allow it."""
-        plan, profile, planning = self._run.plan, self._run.profile, self._plugin.planning
         assert self._session is not None and self._session.objects is not None
         if self._run.unequal is None or not isinstance(self._session.objects.dataloader, HeteroDataLoader):
             return None
-        planning = replace(
-            planning, micro_batch_sizes=(plan.micro_batch,), zero_stages=(plan.zero_stage,), schedules=("1f1b",)
-        )
-        held = layers_by_rank(plan)
+        held = layers_by_rank(self._run.plan)
 
-        def search(topology: Topology) -> Plan:
-            found = best_plan(planning, topology, profile, tp_size=plan.tensor_parallel)
-            return seated(found, topology, profile, [held[rank] for rank in range(len(held))])
+        def search(topology: Topology, all_devices: bool = True) -> Plan:
+            places = [held.get(rank) for rank in range(dist.get_world_size())]
+            return seated(self._any_plan(topology, all_devices), topology, self._run.profile, places)
 
         return search
 
@@ -258,7 +296,7 @@ class LivePlan:
         held, needed = layers_by_rank(self._run.plan), layers_by_rank(plan)
         device = plan.replicas[0].stages[0].device
         sizes = profile.costs(device, plan.tensor_parallel, plan.micro_batch).state_bytes * plan.tensor_parallel
-        received = [missing_bytes(held[rank], needed[rank], sizes.tolist()) for rank in needed]
+        received = [missing_bytes(held.get(rank), needed[rank], sizes.tolist()) for rank in needed]
         return iteration + self._fixed_seconds + move_seconds(received, proposal.topology)
 
     def _may_move(self) -> bool:
@@ -295,6 +333,18 @@ class LivePlan:
 
     # A move -------------------------------------------------------------------------------------------------------
 
+    def _next_idle_clock(self, plan: Plan) -> IdleClock | None:
+        rank, idle, known = dist.get_rank(), _idle_ranks(plan), self.idle_clock
+        rates = of_every_rank(IdleClock.work_per_second() if rank in idle and known is None else None)
+        if rank not in idle:
+            return None
+        if known is not None:
+            return known.settled()
+        stages = (stage.ranks for replica in self._run.plan.replicas for stage in replica.stages)
+        own = next(ranks for ranks in stages if rank in ranks)
+        # The speed that is known of all ranks of a stage is that of the slowest one.
+        return IdleClock(min(rates[each] for each in own if rates[each] is not None))
+
     def _move(self, proposal: Proposal) -> None:
         assert self._session is not None and self._session.objects is not None
         begin, before = time.monotonic(), self._plugin.plan
@@ -307,6 +357,7 @@ class LivePlan:
         if self._plugin._checkpoints is not None:
             self._plugin.wait_for_saves()
         held = release_state(training, in_step=False)
+        self.idle_clock = self._next_idle_clock(proposal.plan)
         self._is_moving = True
         try:
             planning = replace(self._plugin.planning, cluster=proposal.topology, profile=self._run.profile)
@@ -340,6 +391,10 @@ class LivePlan:
         )
         self.changes.append(change)
         print_on_rank_0(change.in_words())
+
+
+def _idle_ranks(plan: Plan) -> tuple[int, ...]:
+    return tuple(sorted({*range(dist.get_world_size())} - layers_by_rank(plan).keys()))
 
 
 def _iteration_seconds(ends: Iterable[float]) -> float | None:

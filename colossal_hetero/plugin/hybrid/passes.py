@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from colossalai.pipeline.schedule._utils import (
     to_device,
     tree_map_hf,
 )
-from torch import Tensor
+from colossalai.shardformer.policies.base_policy import Policy
+from colossalai.shardformer.shard.utils import set_tensors_to_none
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ...colossalai_support.accelerator import get_accelerator
@@ -32,8 +34,10 @@ from ...layers.timm_vit import inputs_of
 from ...profiling.training_step import with_dicts
 from ..elastic.elastic_run import ElasticRun
 from ..replicas.unequal_replicas import UnequalReplicas
+from ..training_objects import TrainingObjects
 from ..uneven_batches import PipelineBatches, UnevenBatches
 from ..zero.overlapped_optimizer import summing_in_passes
+from .layer_balancing import LayerBalancing
 from .live_plan import LivePlan
 from .planned_run import PlannedRun
 
@@ -117,6 +121,7 @@ class PassesPlugin(HybridParallelPlugin):
     """Runs the passes of batches, and refuses steps on gradients that are not summed."""
 
     batches: BatchConfig | None
+    _balancing: LayerBalancing
     _elastic: ElasticRun | None
     _live: LivePlan | None
     _planned: PlannedRun | None
@@ -133,11 +138,15 @@ class PassesPlugin(HybridParallelPlugin):
         # ZeRO stage 2 divides gradients among ranks after every backward pass, so it must sum them every time.
         return OneStageSchedule(*micro_batches, None if self.zero_stage == 2 else self.no_sync)
 
+    @property
+    def _is_idle(self) -> bool:
+        return self._planned is not None and self._planned.is_idle
+
     def is_last_stage(self) -> bool:
         """True if this rank has the loss: with the last chunk of the model, or without a pipeline, where
-        ``stage_manager`` is None."""
+        ``stage_manager`` is None. No rank has it that the plan leaves idle."""
         if self.stage_manager is None:
-            return True
+            return not self._is_idle
         # In the zero-bubble schedule, the chunks go down the stages and up again.
         name = "is_first_stage" if self.stage_manager.use_zbv else "is_last_stage"
         return bool(getattr(self.stage_manager, name)(ignore_chunk=True))
@@ -173,6 +182,12 @@ class PassesPlugin(HybridParallelPlugin):
         return self._elastic.evaluate(model, data_iter, execute)
 
     def _execute(self, batches: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any) -> dict:
+        if self._planned is not None and self._is_idle:
+            next(batches)
+            if torch.is_grad_enabled():
+                self._balancing.begin_idle_iteration()
+                self._planned.after_passes()
+            return {"loss": None, "outputs": None}
         if not torch.is_grad_enabled():
             return self._evaluate(batches, model, criterion, *args, **kwargs)
         if self._planned is not None and self._uneven_batches is None:
@@ -247,6 +262,31 @@ class PassesPlugin(HybridParallelPlugin):
         refuse_unsummed_steps(
             model, optimizer, in_pipeline=in_pipeline, in_shards=in_shards, counted_again=counted_again
         )
+
+
+class _NoLayers(Policy):
+    """The policy of a rank that the plan leaves idle: it holds no layer, like a stage whose layers others have."""
+
+    def config_sanity_check(self) -> None: ...
+
+    def preprocess(self) -> nn.Module:
+        return self.model
+
+    def module_policy(self) -> dict[Any, Any]:
+        return {}
+
+    def postprocess(self) -> nn.Module:
+        set_tensors_to_none(self.model)
+        return self.model
+
+
+@contextmanager
+def no_layers(plugin: HybridParallelPlugin, objects: TrainingObjects) -> Iterator[None]:
+    """Let ``plugin`` configure a rank without layers, whose optimizer has no parameters."""
+    for group in objects.optimizer.param_groups:
+        group["params"] = []
+    with replaced(plugin, custom_policy=_NoLayers()):
+        yield
 
 
 def training_sizes_kept(schedule: object) -> AbstractContextManager[None]:

@@ -117,26 +117,34 @@ class PlannedRun:
             planning = dataclasses.replace(planning, zero_stages=(0,))
         unequal = pp_size is None and why_not_unequal(arguments, batches is not None) is None
         agreed = agree_on_plan(plan, planning, tp_size=tp_size, pp_size=pp_size, unequal=unequal)
-        self.plan = as_launched(agreed.plan)
+        self.idle = live.idle_ranks(agreed.plan) if live is not None else ()
+        self.plan = agreed.plan if self.idle else as_launched(agreed.plan)
         self._planning, self._batches = planning, batches
-        topology = launched_topology(agreed)
+        topology = agreed.topology if self.idle else launched_topology(agreed)
         self.topology, self.profile = topology, agreed.profile
         self._is_followed = live is not None
+        self._idle_clock = None if live is None else live.idle_clock
         self._watch: DriftWatch | None = None
         self._recomputed: str | None = None
         self._make_group = None if topology is None else plan_groups(topology, planning.adapters)
         if live is not None:
             assert self._make_group is not None and topology is not None
             self._make_group = live.kept_groups(self._make_group, topology)
-        layer_sums = planning.layer_sums or not self.plan.symmetric
+        layer_sums = planning.layer_sums or not self.plan.symmetric or bool(self.idle)
         self.arguments = self._checked_arguments(arguments, layer_sums)
-        self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
+        make_group = self._make_group or ordered_group
+        self.unequal = UnequalReplicas(self.plan, make_group, self.idle) if layer_sums else None
         if planning.follow_speed and not self.is_watched:
             raise ValueError(
                 f"follow_speed=True is not possible: this plan, of schedule {self.plan.schedule!r} and with at most "
                 f"{count(max(len(each.stages) for each in self.plan.replicas), 'stage')}, has no layers that could "
                 "move; they do in the schedule '1f1b' between stages, or with layer_sums=True between replicas"
             )
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the plan leaves this rank's device idle: it holds no layers, and follows the steps."""
+        return dist.get_rank() in self.idle
 
     @property
     def batch_size(self) -> int:
@@ -153,20 +161,20 @@ class PlannedRun:
         if layer_sums:
             check_arguments(self.plan, given, self._batches is not None)
             rank = dist.get_rank()
-            replica = next(each for each in self.plan.replicas if any(rank in stage.ranks for stage in each.stages))
+            own = (each for each in self.plan.replicas if any(rank in stage.ranks for stage in each.stages))
+            replica = next(own, replica.model_copy(update={"stages": replica.stages[:1]}))
         if self._batches is not None and self._batches.global_batch_size != self.plan.global_batch:
             batch, planned = self._batches.global_batch_size, self.plan.global_batch
             raise ValueError(
                 f"global_batch_size={batch} in batches contradicts the plan, which has {planned}; use {planned}, or "
                 f"make a plan for {batch}"
             )
-        return arguments_from_plan(self.plan, replica, given)
+        return arguments_from_plan(self.plan, replica, given) | ({"tp_size": 1} if self.is_idle else {})
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's constructor puts every rank in the place that the plan gives it."""
         if self.unequal is not None:
-            own = [self.plan.rank_order[self.unequal.index]]
-            return planned_mesh(own, dp_outside, self.unequal.group_of, self.unequal.made)
+            return planned_mesh([self.unequal.own_order], dp_outside, self.unequal.group_of, self.unequal.made)
         return planned_mesh(self.plan.rank_order, dp_outside, self._make_group)
 
     def check_objects(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
@@ -195,7 +203,8 @@ class PlannedRun:
         if self._watch is None:
             schedule, threshold = plugin.scheduler or plugin._one_stage, self._planning.drift_threshold
             find = None if self._is_followed else self.propose
-            self._watch = DriftWatch(schedule, self.plan, self.topology, threshold, interval, find)
+            passes = self._idle_clock or schedule
+            self._watch = DriftWatch(passes, self.plan, self.topology, threshold, interval, find)
         else:
             self._watch.interval = interval  # another model with the same schedule
 
@@ -203,8 +212,8 @@ class PlannedRun:
     def is_watched(self) -> bool:
         """True if stages are timed: in 1F1B, where the plan has something to change."""
         pipelines = any(len(replica.stages) > 1 for replica in self.plan.replicas)
-        changeable = pipelines or (self.unequal is not None and len(self.plan.replicas) > 1)
-        return changeable and self.plan.schedule == "1f1b" and self._planning.drift_threshold != math.inf
+        changeable = pipelines or self.idle or (self.unequal is not None and len(self.plan.replicas) > 1)
+        return bool(changeable) and self.plan.schedule == "1f1b" and self._planning.drift_threshold != math.inf
 
     def propose(self, report: DriftReport, search: Callable[[Topology], Plan] | None = None) -> Proposal | None:
         """The best plan for the stages of ``report``; None without a cluster, a profile, or times of all stages."""
@@ -212,7 +221,8 @@ class PlannedRun:
             return None
         seconds = {stage.ranks: stage.measured.seconds for stage in report.stages}
         alike = self.unequal is None
-        return propose(self.topology, self.profile, self.plan, seconds, report.links, alike=alike, search=search)
+        given = self.topology, self.profile, self.plan, seconds, report.links, report.idle
+        return propose(*given, alike=alike, search=search)
 
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""

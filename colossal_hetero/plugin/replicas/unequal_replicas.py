@@ -81,11 +81,13 @@ class UnequalReplicas:
 
     shard_copies = 1  # ranks that hold each shard of ZeRO's optimizer state
 
-    def __init__(self, plan: Plan, make_group: MakeGroup) -> None:
+    def __init__(self, plan: Plan, make_group: MakeGroup, idle: Sequence[int] = ()) -> None:
+        """``idle`` ranks, which are not in the plan, are like replicas that hold no layer."""
         self.plan = plan
         rank = dist.get_rank()
-        order = plan.rank_order
+        order = [*plan.rank_order, *(((each,),) for each in idle)]
         self.index = next(number for number, replica in enumerate(order) if any(rank in stage for stage in replica))
+        self.own_order = order[self.index]
         self._make_group = make_group
         in_plan = [rank for replica in order for stage in replica for rank in stage]
         self._places = {rank: place for place, rank in enumerate(in_plan)}

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.common.methods import wrap_method
 from colossal_hetero.common.ranks import from_rank_0
+from colossal_hetero.elastic.held_layers import layers_by_rank
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.solver.follow import Caution
@@ -133,6 +134,8 @@ class Case(NamedTuple):
     tp: int = 1
     dtype: torch.dtype = torch.float64
     moves: int = 6
+    factor: float = 3  # by which ranks become slower
+    idle: tuple[int, ...] = ()  # ranks that are left idle
 
     @property
     def max_norm(self) -> float:
@@ -194,6 +197,9 @@ class ExactZero(HeteroHybridParallelPlugin):
 @checks.on(4, Case("vit", "sgd", (1, 1, 1, 1), dict(pp_size=2), dict(zero_stages=(1,)), dtype=torch.float32, moves=3))
 @checks.on(3, Case("gpt2", "adamw", (1, 1, 1), {}, dict(layer_sums=True), moves=4))
 @checks.on(4, Case("vit", "sgd", (1, 1, 1, 1), {}, dict(layer_sums=True), moves=5))
+@checks.on(3, Case("vit", "sgd", (1, 1, 1), {}, dict(layer_sums=True), moves=4, factor=50, idle=(1, 2)))
+@checks.on(2, Case("gpt2", "adamw", (1, 1), {}, dict(layer_sums=True), moves=4, factor=50, idle=(1,)))
+@checks.on(4, Case("llama", "sgd", (2, 2), {}, dict(layer_sums=True), 2, torch.float32, 2, factor=50, idle=(2, 3)))
 def moves_change_nothing(case: Case) -> None:
     expected_losses, expected = train_alone(case)
     topology, steps = cluster(case.nodes), PHASE * len(case.slow)
@@ -203,6 +209,11 @@ def moves_change_nothing(case: Case) -> None:
         patch.object(planned_run, "WINDOW", WINDOW),
         patch.object(live_plan, "_iteration_seconds", lambda _: None),  # the ranks are not slow in truth
         patch.object(Caution, "moved", lambda *_: None),  # who is slow changes often here
+        patch.object(Clock, "factor", case.factor),
+        patch.object(drift, "CALM", WINDOW),
+        patch.object(
+            drift.IdleClock, "work_per_second", lambda *_: 1 / (case.factor if Clock.slow == dist.get_rank() else 1)
+        ),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", message="layers have moved")
@@ -223,7 +234,7 @@ def moves_change_nothing(case: Case) -> None:
             optimizer.zero_grad()
             index = plugin.replica()[0]
             part = plugin.plan.replicas[index].micro_batches * MICRO_BATCH / GLOBAL_BATCH
-            if case.planning.get("layer_sums") and step == 2 * PHASE - 1:
+            if case.planning.get("layer_sums") and case.tp == 1 and step == 2 * PHASE - 1:
                 assert plugin.plan_changes  # ranks have changed their places
                 check_saved(booster, model)
             losses.append(
@@ -240,6 +251,9 @@ def moves_change_nothing(case: Case) -> None:
         found = gather_distributed_param(each, keep_vars=False)[: len(expected[name])]
         torch.testing.assert_close(found, expected[name], rtol=tolerance, atol=tolerance, msg=name)
     assert len(plugin.plan_changes) >= case.moves
+    used = [layers_by_rank(change.after).keys() for change in plugin.plan_changes]
+    assert {rank for each in used for rank in range(dist.get_world_size()) if rank not in each} == {*case.idle}
+    assert len(used[-1]) == dist.get_world_size()
 
 
 def check_saved(booster: Booster, model: Any) -> None:
@@ -263,6 +277,54 @@ def own_batches(case: Case, plugin: Any, loader: Any, steps: int) -> Iterator[di
     for step in range(steps):
         batch = batch_of(case.model, step, GLOBAL_BATCH, case.dtype)
         yield {key: each[share(plugin)] for key, each in batch.items()}
+
+
+@checks.on(3)
+@checks.on(4)
+def evaluations_after_moves_see_each_sample_once() -> None:
+    """With a loader from before the moves, by which ranks have come into other replicas."""
+    ranks = dist.get_world_size()
+    case = Case("vit", "sgd", (1,) * ranks, {}, dict(layer_sums=True))
+    steps, data = PHASE * 2, Samples("vit", torch.float64, 3)
+    with (
+        patch.object(drift, "StageClock", Clock),
+        patch.object(planned_run, "WINDOW", WINDOW),
+        patch.object(live_plan, "_iteration_seconds", lambda _: None),
+    ):
+        plugin = Clock.plugin = plugin_of(case, cluster(case.nodes))
+        model, booster = MODELS["vit"]().double(), Booster(plugin=plugin)
+        loader = plugin.prepare_dataloader(Samples("vit", torch.float64, steps))
+        held_out = plugin.prepare_dataloader(data, batch_size=2)
+        model, optimizer, _, loader, _ = booster.boost(model, make_optimizer(model, "sgd"), loss_of, loader)
+        batches = iter(loader)
+        for step in range(steps):
+            if step in (1, steps - 1):
+                assert bool(plugin.plan_changes) == (step > 1)
+                found = evaluate(booster, model, held_out)
+                alone = MODELS["vit"]().double()
+                alone.load_state_dict(whole(model))
+                with torch.no_grad():
+                    expected = [
+                        loss_of(alone(each["x"][None]), {key: value[None] for key, value in each.items()})
+                        for each in data
+                    ]
+                assert found == (pytest.approx(float(torch.stack(expected).mean()), rel=1e-6), len(data)), step
+            Clock.slow = ranks - 1
+            booster.execute_pipeline(batches, model, loss_of, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def evaluate(booster: Booster, model: Any, loader: Any) -> tuple[float, int]:
+    """Mean loss over all samples, and their number."""
+    total, samples, batches = 0.0, 0, iter(loader)
+    with torch.no_grad():
+        for _ in range(len(loader)):
+            result = booster.execute_pipeline(batches, model, loss_of, return_loss=True)
+            if booster.plugin.is_last_stage():
+                total, samples = total + float(result["loss"]) * loader.batch_size, samples + loader.batch_size
+    of_all = of_all_ranks((total, samples))
+    return sum(each for each, _ in of_all) / sum(each for _, each in of_all), sum(each for _, each in of_all)
 
 
 # What a script does with its model ------------------------------------------------------------------------------------
