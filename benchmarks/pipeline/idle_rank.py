@@ -1,0 +1,156 @@
+"""A rank that becomes so slow that iterations are shorter without it, and recovers.
+
+sudo python -m benchmarks.pipeline.idle_rank [--share 0.04] [--iterations 24]
+
+Two ranks train a ViT as two replicas, each with 0.85 of a core. A CPU quota then leaves rank 1 a share of its speed,
+which the program is not told; it is lifted later. Three runs take turns: one follows the speeds and leaves the rank
+idle, one follows but keeps all ranks (as without a loader of ``prepare_dataloader``), one keeps its first plan. Beside
+them, rank 0 trains the same global batches alone with torch, without any library.
+
+Needs Linux and write access to cgroups (version 1 or 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import ExitStack
+from itertools import count
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
+from benchmarks.common import print_table, start_ranks
+from benchmarks.pipeline.live_plan import PERIOD_US, SHARE
+from benchmarks.pipeline.pipeline_stages import build_model, loss, make_batch
+
+# isort: split
+
+from colossalai.booster import Booster
+from torch.utils.data import TensorDataset
+
+from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.cli.probe_ranks import probe_ranks
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from colossal_hetero.testing.stragglers import cpu_quota
+
+HIDDEN = 128
+
+
+class Run:
+    """Two replicas, with a loader whose batches are divided as the plan says."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, planning: PlanConfig) -> None:
+        self.title, self.seconds = name, []
+        self.plugin = HeteroHybridParallelPlugin(plan="auto", precision="fp32", planning=planning)
+        self.booster = Booster(plugin=self.plugin)
+        images, labels = make_batch(64 * arguments.global_batch)
+        loader = self.plugin.prepare_dataloader(TensorDataset(images, labels))
+        model = build_model(HIDDEN, arguments.blocks)
+        made = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss, loader)
+        self.model, self.optimizer, _, self.loader, _ = made
+        self.batches = (batch for _ in count() for batch in self.loader)
+
+    def iterate(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        self.booster.execute_pipeline(self.batches, self.model, loss, self.optimizer, return_loss=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - start
+
+
+class Alone:
+    """The same global batches on rank 0, in micro-batches, with torch alone."""
+
+    title = "rank 0 alone, torch"
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.seconds: list[float] = []
+        self._model = build_model(HIDDEN, arguments.blocks)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        images, labels = make_batch(arguments.global_batch)
+        size = arguments.micro_batch
+        self._batches = list(zip(images.split(size), labels.split(size), strict=True))
+
+    def iterate(self) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        if dist.get_rank() == 0:
+            for images, labels in self._batches:
+                (F.cross_entropy(self._model(images), labels) / len(self._batches)).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        dist.barrier()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--share", type=float, default=0.04, help="share of its speed that rank 1 keeps (%(default)s)")
+    parser.add_argument("--blocks", type=int, default=8, help="blocks of the ViT (default: %(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=4, help="images per micro-batch (default: %(default)s)")
+    parser.add_argument("--global-batch", type=int, default=32, help="images per iteration (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=24, help="iterations of a phase (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each run in a phase (default: %(default)s)")
+    arguments = parser.parse_args()
+    start_ranks(2)
+    with ExitStack() as stack:
+        measure(arguments, stack)
+
+
+def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
+    quota, rank = stack.enter_context(ExitStack()), dist.get_rank()
+
+    def limit(share: float) -> None:
+        quota.close()
+        quota.enter_context(cpu_quota(SHARE / 2 * share, PERIOD_US))
+
+    limit(1.0)
+    profile = profile_layers(
+        build_model(HIDDEN, arguments.blocks),
+        make_batch(arguments.micro_batch),
+        F.cross_entropy,
+        micro_batches=[arguments.micro_batch],
+        optimizer="adamw",
+    ).profile
+    topology = probe_ranks(torch.device("cpu"))[0]
+    planning = dict(cluster=topology, profile=profile, global_batch_size=arguments.global_batch, layer_sums=True)
+    follows = Run("may leave it idle", arguments, PlanConfig(**planning))
+    keeps = Run("follows, keeps it", arguments, PlanConfig(**planning))
+    still = Run("first plan", arguments, PlanConfig(**planning, follow_speed=False))
+    runs = [follows, keeps, still, Alone(arguments)]
+    keeps.plugin._live._why_not_idle = lambda *_: "This run keeps all ranks"  # type: ignore[union-attr, method-assign]
+    rows = []
+    for share in (1.0, arguments.share, 1.0):
+        limit(share if rank == 1 else 1.0)
+        before = len(follows.plugin.plan_changes)
+        changed = None
+        # An idle rank looks every 50 steps for what its device computes.
+        for iteration in range(arguments.iterations + (60 if rows else 0)):
+            follows.iterate()
+            if iteration < arguments.iterations:
+                keeps.iterate()
+            if changed is None and len(follows.plugin.plan_changes) > before:
+                changed = iteration
+                if share == 1.0:
+                    break
+        for run in runs:
+            run.seconds = []
+        for _ in range(arguments.rounds):
+            for run in runs:
+                run.iterate()
+                run.seconds += [run.iterate() for _ in range(3)]
+        changes = follows.plugin.plan_changes[before:]
+        moves = " ".join(f"{change.seconds:.2f}" for change in changes) or "–"
+        rows.append((f"{share:g}", "–" if changed is None else changed, moves, *(median(run.seconds) for run in runs)))
+    columns = ("rank 1's share", "changed after", "moves (s)", *(f"{run.title} (s)" for run in runs))
+    print_table("Time of an iteration, two replicas, one becomes slow", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
