@@ -1,7 +1,5 @@
 """Checks that share a start of ranks, because starting ranks takes longer than most checks."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Training runs in which a rank gives work away from the first iteration on, for tests of migration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

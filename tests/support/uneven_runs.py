@@ -1,7 +1,5 @@
 """Runs in which a rank gives units away for good, in fp64, and the same training in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

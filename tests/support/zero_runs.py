@@ -1,7 +1,5 @@
 """What tests of ZeRO with uneven batches share: numbered samples, a small model, one training loop, and references."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

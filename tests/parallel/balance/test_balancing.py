@@ -1,7 +1,5 @@
 """Balancing through the plugin: slow ranks are detected and prune, all ranks have the same plan, training continues."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Checkpoints are interchangeable with Colossal-AI's plugin while columns are pruned, while work migrates, and while
 units are permanently re-sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Deep copies of a boosted model, for moving averages; the reference is Colossal-AI's plugin."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

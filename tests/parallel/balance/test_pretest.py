@@ -1,7 +1,5 @@
 """Measuring costs before training: the same on all ranks, without a trace."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

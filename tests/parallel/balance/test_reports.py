@@ -1,7 +1,5 @@
 """What a plugin tells its user while it trains: its report, the numbers for loggers, and the sentences."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

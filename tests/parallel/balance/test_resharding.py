@@ -1,8 +1,6 @@
 """Units that are permanently re-sharded: training and evaluation are those of the unsharded model in one process, with
 each optimizer and with several, and where units cannot change their rank, they migrate in each iteration."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Blocks in which somebody sees what a rank computes: their units stay, and training is as in Colossal-AI's plugin."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta

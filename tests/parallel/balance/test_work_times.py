@@ -1,8 +1,6 @@
 """Waiting for other ranks does not count as a rank's own work, and neither balancing nor measuring costs the host much:
 events of a GPU's clock are few, and no operation waits for a GPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The pieces of all ranks are the model and optimizer of one process; boxes are sent to ranks that need them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

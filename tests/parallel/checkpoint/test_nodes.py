@@ -1,7 +1,5 @@
 """Damaged checkpoints: layers come from other nodes, and the newest whole checkpoint is loaded, in words."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Callable, Iterable

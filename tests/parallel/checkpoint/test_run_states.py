@@ -1,7 +1,5 @@
 """What is restored besides tensors, under any plan, and what cannot be saved or resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

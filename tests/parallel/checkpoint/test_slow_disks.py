@@ -4,8 +4,6 @@ The test runs this file as the script. Two ranks are forked from a process that 
 threads; then each ends with its interpreter.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

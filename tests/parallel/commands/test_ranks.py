@@ -1,7 +1,5 @@
 """``colossal-hetero profile`` and ``probe`` on real ranks, also on ranks that are killed or never start."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A Gloo group can be destroyed at any moment, also while its threads still release the tensors of a collective."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import torch

@@ -1,7 +1,5 @@
 """Gradients are clipped as torch does in one process: in the step (``max_norm``), and by the optimizer before it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

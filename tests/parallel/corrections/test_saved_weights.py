@@ -1,7 +1,5 @@
 """Checkpoints of models with a padded vocabulary, and of several plugins in one process, have the whole weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

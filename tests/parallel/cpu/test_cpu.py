@@ -1,8 +1,6 @@
 """What the patches compute that let Colossal-AI run on a CPU, and collectives of a GPU's tensors over Gloo, with a
 pretended GPU: Gloo must not get its tensors, but copies of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """A job whose members die, join and leave trains like one process that nothing happens to."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Processes that come, save together, and draw the same random numbers whoever computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import signal

@@ -1,7 +1,5 @@
 """Members without training: one that dies before it connects, a store that is lost, a name that is taken."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A job whose processes are started again trains like one process that nothing happens to."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

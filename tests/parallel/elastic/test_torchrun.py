@@ -1,7 +1,5 @@
 """Under torchrun: workers, whole nodes, torchrun itself and the store are killed, and training continues."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Pipelines of convolutional models of timm, compared with one process, and plans of what they measure."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Dropout inside blocks: a unit's mask is the same on whichever rank computes the unit, so migration stays exact,
 also in a compiled model, in which balanced layers run uncompiled."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from functools import partial

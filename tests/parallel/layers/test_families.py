@@ -1,8 +1,6 @@
 """Each model family of Colossal-AI has the loss and gradients of its unsharded model, also while a rank migrates, with
 dropout inside of blocks, and with trained parameters inside of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial

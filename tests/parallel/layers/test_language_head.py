@@ -1,7 +1,5 @@
 """The vocabulary-parallel head is balanced by columns, or by rows of the vocabulary where nothing is pruned."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

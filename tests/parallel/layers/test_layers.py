@@ -1,7 +1,5 @@
 """The seven layers compared with Colossal-AI's, also while columns migrate, and resized ones with masked products."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

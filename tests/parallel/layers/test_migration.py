@@ -1,7 +1,5 @@
 """Migration is exact: training with it differs from training without it only by the order of summation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from itertools import product

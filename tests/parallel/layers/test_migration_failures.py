@@ -1,7 +1,5 @@
 """After a failure during migration all ranks stop with a clear message or continue with a smaller plan. None hangs."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Trained parameters inside blocks, which all ranks have whole, get the gradients that one process gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

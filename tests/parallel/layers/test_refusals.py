@@ -1,7 +1,5 @@
 """What tensor-parallel layers cannot do is refused in words, with and without a plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

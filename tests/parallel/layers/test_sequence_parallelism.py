@@ -6,8 +6,6 @@ does not sum the gradients of biases of row-parallel layers, which GPT-2 has, ov
 is compared with Colossal-AI in the same mode, and Llama with Colossal-AI without sequence parallelism.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """timm's VisionTransformer computes the same under tensor parallelism as without sharding."""
 
-from __future__ import annotations
-
 import copy
 import re
 from functools import partialmethod

@@ -1,8 +1,6 @@
 """Training is that of Colossal-AI's plugin whatever a loop does while units or columns migrate, and move for good, with
 each feature of the plugin, and while plans change."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence

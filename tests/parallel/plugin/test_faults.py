@@ -1,7 +1,5 @@
 """A rank that runs out of memory repeats its forward pass, or ends all ranks with words; if one is killed, all end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

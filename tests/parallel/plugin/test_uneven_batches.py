@@ -1,8 +1,6 @@
 """HeteroHybridParallelPlugin with uneven batches, on replicas of one or more ranks, compared with one process; and
 loaders of equal plans, unequal plans and uneven batches, which draw alike and continue from each other's positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Profiling on several ranks: none waits for another, each finds its limit, and training is unchanged."""
 
-from __future__ import annotations
-
 import hashlib
 import resource
 from collections.abc import Callable, Iterator

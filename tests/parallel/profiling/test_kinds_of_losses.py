@@ -1,7 +1,5 @@
 """A loss is shown to be the mean over samples, or its weights are asked for: many losses, at random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Profiling layers on several ranks: ranks with similar times become one kind, and layers may communicate."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

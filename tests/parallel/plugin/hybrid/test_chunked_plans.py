@@ -1,7 +1,5 @@
 """Interleaved and zero-bubble plans: training equals that of one process, and passes run in the planned order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

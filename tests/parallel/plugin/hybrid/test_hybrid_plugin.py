@@ -1,7 +1,5 @@
 """The plugin equals Colossal-AI's bit for bit without a straggler, also on a CPU, and refuses wrong arguments."""
 
-from __future__ import annotations
-
 import gc
 import math
 import sys

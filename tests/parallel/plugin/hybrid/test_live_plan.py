@@ -1,7 +1,5 @@
 """Layers that move between ranks while training: exact against one process, with every rank slow once."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import tempfile

@@ -1,7 +1,5 @@
 """One training loop, with ``booster.execute_pipeline``, for every plan: with a pipeline or without one."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from contextlib import nullcontext
 from types import MappingProxyType

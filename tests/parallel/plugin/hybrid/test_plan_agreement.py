@@ -1,8 +1,6 @@
 """With ``plan="auto"`` the plugin plans from a cluster and a profile when it is made. All ranks get the same plan, and
 a stage whose times differ from it is reported at the end of an epoch. What does not fit a plan is refused in words."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

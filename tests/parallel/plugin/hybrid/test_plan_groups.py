@@ -1,7 +1,5 @@
 """The groups of ranks, and so those of a planned run, communicate over the network that their members share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Training with a plan, with any split and any order of ranks, in stage 0 or ZeRO, equals training in one process,
 also if stages train nothing or have no parameter of some group of the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A plan with stages that recompute trains as the same plan without, bit for bit, and these stages keep less."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 from typing import Any

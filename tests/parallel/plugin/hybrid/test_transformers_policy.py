@@ -1,7 +1,5 @@
 """Models whose forward pass is that of transformers itself train as in one process, divided and in pipelines."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from pathlib import Path

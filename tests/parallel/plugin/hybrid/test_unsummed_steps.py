@@ -1,7 +1,5 @@
 """Steps whose gradients are not the sums over ranks are refused; other loops equal one process with all samples."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

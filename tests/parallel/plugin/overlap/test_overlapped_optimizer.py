@@ -1,8 +1,6 @@
 """Overlapped ZeRO trains to the same weights as ZeRO without overlap, nobody reads unfinished parameters, and as many
 bytes leave a rank in a synchronization as the planner assumes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Replicas of unequal depth, split and batch train like one process on the same global batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

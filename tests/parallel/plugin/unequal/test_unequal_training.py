@@ -1,7 +1,5 @@
 """What a training script uses besides plain steps, with replicas that are not alike."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

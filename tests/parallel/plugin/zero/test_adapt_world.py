@@ -1,7 +1,5 @@
 """ADAPT's device dropping and ring order in training, against one process on the same global batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

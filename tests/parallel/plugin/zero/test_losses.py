@@ -1,8 +1,6 @@
 """Each micro-batch gets the weight of its samples or tokens, also if batches are smaller than planned, must have a
 multiple of samples, or are what a loop counts by; as one process trains on the same global batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Before training: what measuring does to models, losses and files, and which ZeRO stage and batches follow from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 The reference is one process that trains on the same global batches without an interruption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

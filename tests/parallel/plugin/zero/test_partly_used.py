@@ -1,7 +1,5 @@
 """Models of which a rank uses only a part of the parameters train as one process does on the same global batches."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

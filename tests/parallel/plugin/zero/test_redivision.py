@@ -1,7 +1,5 @@
 """Global batches that are divided again in training: what is measured, and what follows from it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

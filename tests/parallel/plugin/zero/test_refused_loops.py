@@ -1,7 +1,5 @@
 """Training loops that would train to other weights are refused, on every rank and in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

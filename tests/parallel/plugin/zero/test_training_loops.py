@@ -1,7 +1,5 @@
 """Training loops of all kinds, with any division of global batches, train as one process does on the same batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial

@@ -1,8 +1,6 @@
 """What training scripts for Colossal-AI do beside training works with HeteroZeroPlugin too: transformers, loaders with
 a batch size, frozen parameters, adapters (LoRA), and an optimizer of some of the parameters only."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref
