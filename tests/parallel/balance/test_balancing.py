@@ -20,7 +20,7 @@ from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED, MEASURED_EVERY
 from colossal_hetero.balance.clock import CpuClock
 from colossal_hetero.layers import hetero_layers
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.training import (
     ScriptedClock,
     Trained,
@@ -34,8 +34,6 @@ from tests.support.training import (
     tiny_vit,
     train,
 )
-
-checks = Checks()
 
 
 def resizing(**rules: Any) -> BalanceConfig:
@@ -112,8 +110,8 @@ def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], phase: int 
         assert all(ratio == 0 or max(now[i], before[i]) > 1 for i, ratio in enumerate(plan)), f"{iteration}: {plan}"
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def the_plan_follows_when_each_rank_is_the_straggler_in_turn() -> None:
     world = dist.get_world_size()
     results = of_all_ranks(check_every_rank_in_turn(dict(tp_size=world)))
@@ -133,9 +131,9 @@ def the_plan_follows_when_each_rank_is_the_straggler_in_turn() -> None:
 IN_FP16 = dict(precision="fp16", initial_scale=2**8)
 
 
-@checks.on(4, dict(precision="bf16", zero_stage=2, max_norm=1.0), (1, 2, 3), dict(imputation="same"))
-@checks.on(4, dict(pp_size=2, num_microbatches=3) | IN_FP16, (3,), dict(imputation="average", priority="random"))
-@checks.on(2, IN_FP16, (), dict(imputation="same", priority="priority", priority_interval=2))
+@on(4, dict(precision="bf16", zero_stage=2, max_norm=1.0), (1, 2, 3), dict(imputation="same"))
+@on(4, dict(pp_size=2, num_microbatches=3) | IN_FP16, (3,), dict(imputation="average", priority="random"))
+@on(2, IN_FP16, (), dict(imputation="same", priority="priority", priority_interval=2))
 def each_replica_and_each_stage_has_its_own_plan(
     options: dict[str, Any], with_losses: Sequence[int], rules: dict[str, Any]
 ) -> None:
@@ -148,7 +146,7 @@ def each_replica_and_each_stage_has_its_own_plan(
                 assert results[rank][1][-1] < 0.5 * results[rank][1][0]
 
 
-@checks.on(2)
+@on(2)
 def an_overflow_is_not_imputed_in_later_iterations() -> None:
     # Columns at random: those of an iteration before are among the ones that the next one prunes.
     config = dataclasses.replace(resizing(imputation="same", priority="random"), warmup_iterations=10**6)
@@ -164,7 +162,7 @@ def an_overflow_is_not_imputed_in_later_iterations() -> None:
     assert scaler.scale.item() == 2**7
 
 
-@checks.on(2)
+@on(2)
 def mode_off_and_max_resize_0_never_prune() -> None:
     expected = train(boost(theirs(tp_size=2)), 8)
     for balance in (BalanceConfig(mode="off"), BalanceConfig(mode="resize", max_resize=0.0)):
@@ -179,7 +177,7 @@ def mode_off_and_max_resize_0_never_prune() -> None:
             assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
 
 
-@checks.on(2)
+@on(2)
 def activation_checkpointing_changes_nothing() -> None:
     """A recomputed forward pass uses the columns that the first one chose, at random."""
     runs = []
@@ -197,7 +195,7 @@ def activation_checkpointing_changes_nothing() -> None:
         assert_same_parameters(run.parameters, plain.parameters, "checkpointed")
 
 
-@checks.on(2)
+@on(2)
 def a_straggler_is_found_while_an_overflow_skips_steps() -> None:
     # The loss scale starts at 2^24; gradients overflow until it has become small enough.
     with scripted(always(1)):
@@ -214,7 +212,7 @@ def a_straggler_is_found_while_an_overflow_skips_steps() -> None:
     assert all(math.isfinite(loss) for loss in run.losses) and run.losses[-1] < run.losses[0]
 
 
-@checks.on(2)
+@on(2)
 def mode_off_measures_only_some_iterations() -> None:
     iterations = ALWAYS_MEASURED + MEASURED_EVERY + 1
     expected = train(boost(theirs(tp_size=2), tiny_vit(depth=1)), iterations)
@@ -265,7 +263,7 @@ def assert_few(iterations: list[int]) -> None:
     assert all(number % EVERY == 0 for number in iterations)
 
 
-@checks.on(2)
+@on(2)
 def a_clock_that_costs_time_measures_few_iterations_while_nothing_changes() -> None:
     (measured, plans, _), other = of_all_ranks(check_sampled_balancing())
     assert (measured, plans) == other[:2]
@@ -278,7 +276,7 @@ def a_clock_that_costs_time_measures_few_iterations_while_nothing_changes() -> N
     assert plans[first + SETTLED] == plans[-1] == pytest.approx((0.0, RATIO))
 
 
-@checks.on(2)
+@on(2)
 def nothing_is_balanced_by_times_of_a_gpu_that_waits_for_its_host() -> None:
     starved_to = SLOW_FROM + 20
     (measured, plans, warnings), (*others, other_warnings) = of_all_ranks(check_sampled_balancing(starved_to))
@@ -302,7 +300,7 @@ class Seconds:
         return self.now
 
 
-@checks.on(2)
+@on(2)
 def evaluation_and_pauses_between_steps_do_not_count_as_work() -> None:
     seconds, minutes = Seconds(), 600.0 * (1 + dist.get_rank())
     with patch.object(clocks, "time", seconds):
@@ -331,7 +329,7 @@ def evaluation_and_pauses_between_steps_do_not_count_as_work() -> None:
             assert 0 < rank.work_seconds + rank.communication_seconds < 10, rank
 
 
-@checks.on(4)
+@on(4)
 def waiting_for_other_stages_does_not_count_as_work() -> None:
     seconds = Seconds()
     with patch.object(clocks, "time", seconds):
@@ -350,6 +348,3 @@ def waiting_for_other_stages_does_not_count_as_work() -> None:
     for rank in (rank for record in run.plugin.balancer.collect() or () for rank in record.ranks):
         assert rank.communication_seconds > 1000, rank
         assert 0 < rank.matmul_seconds < rank.work_seconds < 20, rank
-
-
-test_on_ranks = checks.test()

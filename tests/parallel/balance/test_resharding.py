@@ -22,7 +22,7 @@ from colossal_hetero.checkpoint.optimizer_memory import masters_of
 from colossal_hetero.layers import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import read_weights
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.harness import errors_of_the_others, run_ranks
 from tests.support.migration_runs import draw_by_unit, migrate
 from tests.support.random_examples import IS_THOROUGH
@@ -54,8 +54,6 @@ from tests.support.uneven_runs import (
     train_in_parts,
     uneven_run,
 )
-
-checks = Checks()
 
 AFTER = 2
 """Iterations in which a rank is relieved before its units are permanently re-sharded."""
@@ -162,7 +160,7 @@ def made(kind: Any, model: nn.Module, **options: Any) -> Optimizer:
     return kind(model.parameters(), **options)
 
 
-@checks.on(2)
+@on(2)
 def each_kind_of_optimizer_trains_as_in_one_process() -> None:
     for kind, options in KINDS.items():
         make = partial(made, kind, **options)
@@ -172,8 +170,8 @@ def each_kind_of_optimizer_trains_as_in_one_process() -> None:
         assert run.losses == pytest.approx(train_alone(STEPS, make)[1], rel=1e-10), kind
 
 
-@checks.on(2, "bf16")
-@checks.on(2, "fp16")
+@on(2, "bf16")
+@on(2, "fp16")
 def masters_move_with_the_parameters(precision: str) -> None:
     """Give units away for good, and compare everything with a run that does not."""
 
@@ -274,8 +272,8 @@ def _trained(case: Several, booster: Booster | None = None, straggler: int = 0) 
     return model, optimizers, losses
 
 
-@checks.on(2, 6)
-@checks.on(3, 2)
+@on(2, 6)
+@on(3, 2)
 def several_optimizers_train_as_in_one_process(cases: int, folder: Path) -> None:
     ranks = dist.get_world_size()
     for number, name in enumerate(list(SEVERAL)[:cases]):
@@ -310,7 +308,7 @@ def _assert_saved_whole(booster: Booster, optimizer: Any, path: Path, parameters
     booster.load_optimizer(optimizer, str(path))
 
 
-@checks.on(2)
+@on(2)
 def a_model_is_boosted_before_its_optimizer(folder: Path) -> None:
     """The model is boosted without an optimizer, for example to load weights into it."""
     booster = Booster(plugin=ours(config(), tp_size=2))
@@ -321,7 +319,7 @@ def a_model_is_boosted_before_its_optimizer(folder: Path) -> None:
     _assert_saved_whole(booster, optimizer, folder / "first", list(small_vit().parameters()), "exp_avg")
 
 
-@checks.on(2)
+@on(2)
 def what_cannot_be_boosted_is_refused() -> None:
     booster = Booster(plugin=ours(config(), tp_size=2))
     model = small_vit()
@@ -343,7 +341,7 @@ def what_cannot_be_boosted_is_refused() -> None:
         booster.boost(boosted, other_of(rest))
 
 
-@checks.on(3)
+@on(3)
 def dropout_and_frozen_weights() -> None:
     """Without and with a straggler; the hidden neurons of the first MLP are frozen."""
     found = []
@@ -366,7 +364,7 @@ def deep_vit() -> nn.Module:
     return tiny_vit().double()
 
 
-@checks.on(4)
+@on(4)
 def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
     """Two stages of two ranks, of which one in each stage is relieved from other iterations on."""
     run = relieved_run(1, deep_vit(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
@@ -413,9 +411,9 @@ def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module],
     return messages
 
 
-@checks.on(2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1")
-@checks.on(4, {}, adamw, "2 replicas")
-@checks.on(2, {}, partial(made, OtherSGD), "OtherSGD is not known")
+@on(2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1")
+@on(4, {}, adamw, "2 replicas")
+@on(2, {}, partial(made, OtherSGD), "OtherSGD is not known")
 def elsewhere_units_migrate_in_each_iteration(
     options: dict[str, Any], make: Callable[[nn.Module], Optimizer], reason: str
 ) -> None:
@@ -424,8 +422,8 @@ def elsewhere_units_migrate_in_each_iteration(
     assert not any(others)
 
 
-@checks.on(2, "DefaultCPUAllocator: can't allocate memory", 14)
-@checks.on(2, "broken", 1)
+@on(2, "DefaultCPUAllocator: can't allocate memory", 14)
+@on(2, "broken", 1)
 def units_migrate_if_there_is_too_little_memory(error: str, failing: int) -> None:
     """Rank 1 has too little memory for the second block whose units it is given. Other errors are raised."""
     run, calls, resized = uneven_run(0), list[Any](), unit_mover._resized
@@ -464,6 +462,3 @@ def _die_while_units_move(victim: int, function: str) -> None:
 def test_if_a_rank_dies_while_units_move_the_others_end(victim: int, function: str) -> None:
     errors = errors_of_the_others(3, _die_while_units_move, victim, function, victim=victim)
     assert all("RuntimeError" in error for error in errors)
-
-
-test_on_ranks = checks.test()

@@ -28,10 +28,8 @@ from tests.support.checkpoint_runs import (
     train,
 )
 from tests.support.checkpoints import read_weights
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.training import sgd
-
-checks = Checks()
 
 STEPS = 2
 ZERO = dict(zero_stage=1, precision="bf16")
@@ -53,9 +51,9 @@ def of_one_process(name: str) -> dict[str, Tensor]:
     return found
 
 
-@checks.on(3, "llama", dict(tp_size=3))  # padded
-@checks.on(3, "vit", dict(tp_size=3))  # fused
-@checks.on(4, "gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
+@on(3, "llama", dict(tp_size=3))  # padded
+@on(3, "vit", dict(tp_size=3))  # fused
+@on(4, "gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
 def the_pieces_of_all_ranks_are_those_of_one_process(name: str, options: dict[str, Any]) -> None:
     run = boosted(name, hybrid(**options), sgd)
     train(run, range(STEPS))
@@ -65,7 +63,7 @@ def the_pieces_of_all_ranks_are_those_of_one_process(name: str, options: dict[st
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@checks.on(4)
+@on(4)
 def zero_slices_are_those_of_colossalais_checkpoint(folder: Path) -> None:
     run = boosted("llama", hybrid(tp_size=2, **ZERO))
     train(run, range(STEPS))
@@ -85,7 +83,7 @@ def zero_slices_are_those_of_colossalais_checkpoint(folder: Path) -> None:
             assert torch.equal(found[f"{entry}.{names[number]}"], torch.as_tensor(value)), f"{entry} of {names[number]}"
 
 
-@checks.on(4)
+@on(4)
 def another_plan_continues() -> None:
     one = boosted("gpt2", hybrid(pp_size=2, **ZERO), sgd)
     train(one, range(STEPS))
@@ -129,8 +127,8 @@ def exchanged(unreadable: str | None) -> tuple[Outcome, dict[str, torch.Tensor]]
     return fetch_boxes(choose_sources(needs, NODES, bitmap), NODES, memory, fill), data
 
 
-@checks.on(3, None)
-@checks.on(3, LAYERS[1])
+@on(3, None)
+@on(3, LAYERS[1])
 def ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
     outcome, data = exchanged(unreadable)
     for layer in LAYERS:
@@ -145,8 +143,8 @@ def ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
     assert (outcome.received_bytes, len(outcome.left)) == (layers * 4 * (3, 2, 9)[dist.get_rank()], lost)
 
 
-@checks.on(2, "192.0.2.1", "127.0.0.2")
-@checks.on(2, "127.0.0.1", "127.0.0.1")
+@on(2, "192.0.2.1", "127.0.0.2")
+@on(2, "127.0.0.1", "127.0.0.1")
 def the_store_of_messages_is_on_the_machine_of_rank_0(master: str, own: str) -> None:
     """192.0.2.1 is on no machine; 127.0.0.2 leads here, and stands for an address of rank 0's machine."""
     os.environ["MASTER_ADDR"] = master
@@ -158,6 +156,3 @@ def the_store_of_messages_is_on_the_machine_of_rank_0(master: str, own: str) -> 
         store.set("key", "value")
     assert store.get("key") == b"value"
     dist.barrier()
-
-
-test_on_ranks = checks.test()

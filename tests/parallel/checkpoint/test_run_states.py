@@ -21,20 +21,18 @@ from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, gpt2
 from tests.support import zero_runs
 from tests.support.checkpoint_runs import MODELS, Run, boosted, different_tensors, gathered, hybrid, load, saving, train
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.elastic_jobs import Texts
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
 from tests.support.training import Trained, adamw, mean_over_replicas, pipeline_step, sgd, zero_plugin
 
-checks = Checks()
-
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
 """Drawn equally on all ranks of a group, differently on each of them, and per sample."""
 
 
-@checks.on(4, "vit", DROPOUT, [])
-@checks.on(4, "gpt2", {}, [dict(pp_size=2)])
+@on(4, "vit", DROPOUT, [])
+@on(4, "gpt2", {}, [dict(pp_size=2)])
 def the_resumed_run_is_the_undisturbed_one_and_another_plan_continues(
     name: str, drops: dict[str, float], others: Sequence[dict[str, Any]], folder: Path
 ) -> None:
@@ -77,9 +75,9 @@ def the_resumed_run_is_the_undisturbed_one_and_another_plan_continues(
         assert MODELS["gpt2"]().load_state_dict(content, strict=False) == (["lm_head.weight"], [])  # the embedding
 
 
-@checks.on(2, (0, 1), "fp32", 3)
-@checks.on(2, (2, 0), "bf16", 5)  # at the end of an epoch
-@checks.on(2, (1,), "fp16", 3)  # with a loss scale
+@on(2, (0, 1), "fp32", 3)
+@on(2, (2, 0), "bf16", 5)  # at the end of an epoch
+@on(2, (1,), "fp16", 3)  # with a loss scale
 def a_run_of_the_zero_plugin_resumes_where_it_was(stages: Sequence[int], precision: str, at: int, folder: Path) -> None:
     """Train two epochs of five global batches, and resume after the step ``at``."""
     generator = torch.Generator().manual_seed(0)
@@ -143,7 +141,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(model.parameters(), lr=0.01)
 
 
-@checks.on(1)
+@on(1)
 def what_cannot_be_saved_or_resumed_says_so(folder: Path) -> None:
     run = boosted("vit", saving(folder))
     plain = DataLoader(TensorDataset(torch.zeros(4)))
@@ -188,7 +186,7 @@ def frozen(options: dict[str, Any], seed: int) -> Run:
     return boosted("vit", hybrid(**options), make_optimizer, seed=seed)
 
 
-@checks.on(2)
+@on(2)
 def other_kinds_of_states_are_restored() -> None:
     """Frozen parameters, which ZeRO keeps in half precision only; and counts of steps that are numbers of Python."""
     zero: dict[str, Any] = dict(zero_stage=1, precision="bf16")
@@ -206,9 +204,6 @@ def other_kinds_of_states_are_restored() -> None:
     load(loaded, saved)
     assert different_tensors(gathered(loaded), saved) == []
     assert {state["step"] for state in loaded.optimizer.optim.state.values()} == {2}
-
-
-test_on_ranks = checks.test()
 
 
 STEPS, AT = 5, 2

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tests.support.checkpoints import read_weights
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import MODELS
 from tests.support.migration_runs import migrate, slow
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
 from tests.support.training import loss_of as vit_loss
 from tests.support.training import train as train_vit
-
-checks = Checks()
 
 SAMPLES = 4
 VOCABULARY = 101
@@ -107,8 +105,8 @@ def check_step(make_plugin: Any, name: str, case: str, folder: Path) -> None:
         check_change(run, name, change, folder / f"{make_plugin.__name__}-{name}-{case}", what)
 
 
-@checks.on(2)
-@checks.on(4)
+@on(2)
+@on(4)
 def a_step_clips_by_the_norm_of_the_whole_model(folder: Path) -> None:
     ranks = dist.get_world_size()
     for number, case in enumerate(case for case, (needed, _) in STEP_CASES.items() if needed == ranks):
@@ -155,9 +153,9 @@ def step_with(run: Trained, what: str, expected: dict[str, Tensor]) -> None:
         )
 
 
-@checks.on(2, ours, "gpt2", list(CASES))
-@checks.on(2, ours, "vit", ["tp2 fp16", "pp2 fp32"])
-@checks.on(2, theirs, "gpt2", ["tp2 fp32", "pp2 bf16"])
+@on(2, ours, "gpt2", list(CASES))
+@on(2, ours, "vit", ["tp2 fp16", "pp2 fp32"])
+@on(2, theirs, "gpt2", ["tp2 fp32", "pp2 bf16"])
 def clipping_before_the_step_is_that_of_one_process(
     make_plugin: Any, name: str, cases: list[str], folder: Path
 ) -> None:
@@ -201,7 +199,7 @@ def clipping_before_the_step_is_that_of_one_process(
             assert all(torch.equal(master, value) for master, value in masters.values()), what
 
 
-@checks.on(2)
+@on(2)
 def clipping_after_units_moved() -> None:
     """Clip after units were permanently re-sharded, in bf16."""
     norms = []
@@ -221,7 +219,7 @@ def clipping_after_units_moved() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
-@checks.on(2)
+@on(2)
 def clipping_shards_is_refused() -> None:
     """Colossal-AI's ZeRO optimizer does not clip before the step."""
     options = dict(tp_size=1, precision="bf16", zero_stage=1)
@@ -230,6 +228,3 @@ def clipping_shards_is_refused() -> None:
         for clip in (run.optimizer.clip_grad_by_norm, run.optimizer.clip_grad_by_value):
             with pytest.raises(ValueError, match="give the plugin max_norm"):
                 clip(MAX_NORM)
-
-
-test_on_ranks = checks.test()

@@ -11,13 +11,11 @@ from colossalai.shardformer.layer.utils import Randomizer
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from tests.support.checkpoints import read_weights
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import MODELS
 from tests.support.planning import make_plan, planned
 from tests.support.training import Trained, assert_same_parameters, sgd, tiny_vit
 from tests.support.training import boost as boost_vit
-
-checks = Checks()
 
 SAMPLES = 4
 
@@ -92,8 +90,8 @@ CASES: dict[int, list[tuple[dict[str, Any], bool]]] = {
 """By number of ranks: options, and whether checkpoints are sharded."""
 
 
-@checks.on(2)
-@checks.on(4)
+@on(2)
+@on(4)
 def weights_of_a_padded_vocabulary_are_whole(folder: Path) -> None:
     cases = [
         (make_plugin, *model, *case)
@@ -112,9 +110,9 @@ def weights_of_a_padded_vocabulary_are_whole(folder: Path) -> None:
             raise AssertionError(f"failed: {case}") from error
 
 
-@checks.on(2, [[[0, 1]]], [[[1, 0]]], [[[0, 1]]])
-@checks.on(3, [[[0, 1, 2]]], [[[2, 0, 1]]])
-@checks.on(4, [[[0, 1]], [[2, 3]]], [[[3, 0]], [[1, 2]]], [[[0], [2]], [[1], [3]]], [[[1, 3]], [[0, 2]]])
+@on(2, [[[0, 1]]], [[[1, 0]]], [[[0, 1]]])
+@on(3, [[[0, 1, 2]]], [[[2, 0, 1]]])
+@on(4, [[[0, 1]], [[2, 3]]], [[[3, 0]], [[1, 2]]], [[[0], [2]], [[1], [3]]], [[[1, 3]], [[0, 2]]])
 def several_plugins_save_the_weights_of_their_own_models(*orders: list[list[list[int]]], folder: Path) -> None:
     """Their tensor-parallel groups differ."""
     Randomizer.reset_index()  # ranks of an earlier pipeline have counted differently
@@ -133,6 +131,3 @@ def several_plugins_save_the_weights_of_their_own_models(*orders: list[list[list
             assert saved.keys() == expected.keys()
             for name, value in expected.items():
                 torch.testing.assert_close(saved[name], value, rtol=0, atol=0, msg=f"{order}: {name}")
-
-
-test_on_ranks = checks.test()

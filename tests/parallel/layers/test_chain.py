@@ -14,11 +14,9 @@ from torch.nn.functional import cross_entropy
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.layers.chain import Chain, links_of
 from colossal_hetero.profiling.layer_profiler import profile_layers
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.machines import Nodes, machines
 from tests.support.training import batch, boost, pipeline_step, sgd, train_alone
-
-checks = Checks()
 
 
 def make_model(name: str) -> nn.Module:
@@ -49,15 +47,15 @@ def train_in_a_pipeline(name: str, size: int = 6, **options: Any) -> None:
     assert set().union(*of_all_ranks(set(run.parameters))) == set(weights)
 
 
-@checks.on(2, "vgg", [2, 4])
-@checks.on(3, "convnext", [1, 5, 4])
-@checks.on(4, "vgg", [1, 1, 3, 1])
+@on(2, "vgg", [2, 4])
+@on(3, "convnext", [1, 5, 4])
+@on(4, "vgg", [1, 1, 3, 1])
 def a_chain_trains_in_a_pipeline(name: str, layers: list[int]) -> None:
     options = dict(tp_size=1, pp_size=len(layers), num_layers_per_stage=layers, microbatch_size=1)
     train_in_a_pipeline(name, **options)
 
 
-@checks.on(2)
+@on(2)
 def a_chain_is_measured_and_planned() -> None:
     sample = images(0, 1)
     model = make_model("convnext")
@@ -97,6 +95,3 @@ class AddsInPlace(nn.Module):
 
 def test_a_tensor_that_is_changed_between_modules_breaks_a_chain() -> None:
     assert links_of(AddsInPlace()) is None
-
-
-test_on_ranks = checks.test()

@@ -11,12 +11,10 @@ from colossalai.booster.plugin import HybridParallelPlugin
 from timm.layers import set_reentrant_ckpt
 from torch import Tensor, nn
 
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, boost, ours, theirs, tiny_vit
 from tests.support.uneven_runs import backward_of, relieve, relieved_run, train_in_parts
-
-checks = Checks()
 
 STEPS = 4
 """An ordinary one, one in which units migrate, and two after they were permanently re-sharded."""
@@ -122,8 +120,8 @@ def assert_equal(run: Trained, losses: list[float], expected: Alone, what: str) 
             assert difference < 1e-10, f"{what}: {name} differs by {difference}"
 
 
-@checks.on(2, 1)
-@checks.on(3, 2)
+@on(2, 1)
+@on(3, 2)
 def training_is_that_of_one_process(parts: int) -> None:
     """With each batch in ``parts`` micro-batches."""
     ranks = dist.get_world_size()
@@ -138,7 +136,7 @@ def training_is_that_of_one_process(parts: int) -> None:
             assert_equal(run, losses, expected, what)
 
 
-@checks.on(4)
+@on(4)
 def options_of_the_plugin() -> None:
     """Over two replicas, in ZeRO stage 1 and in bf16: all ranks have equal slopes, those of one process."""
     _, expected = alone("PReLU")
@@ -152,7 +150,7 @@ def options_of_the_plugin() -> None:
         assert float(slope) == pytest.approx(float(expected["blocks.0.mlp.act.weight"]), abs=precision), options
 
 
-@checks.on(2)
+@on(2)
 def colossalais_plugin_with_our_policy_trains_like_one_process() -> None:
     for name in list(MODELS)[:2]:
         run = boost(theirs(tp_size=2), MODELS[name]().double(), sgd)
@@ -170,11 +168,8 @@ class Scales(nn.Module):
         return x * self.scales
 
 
-@checks.on(2)
+@on(2)
 def a_parameter_with_an_element_for_each_feature_is_refused() -> None:
     for make in (partial(Scales, 60), partial(nn.PReLU, 60)):
         with pytest.raises(ValueError, match=r"^blocks\.0\.mlp\.act\.\w+ has an element for each of the 60 features"):
             boost(ours(tp_size=2), tiny_vit(act_layer=make), sgd)
-
-
-test_on_ranks = checks.test()

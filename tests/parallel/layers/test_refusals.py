@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from colossal_hetero import BalanceConfig
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import llama, plan_of, tokens
 from tests.support.training import Trained, batch, boost, loss_of, ours, sgd, theirs, tiny_vit
-
-checks = Checks()
 
 
 def runs(**options: Any) -> list[Trained]:
@@ -27,7 +25,7 @@ def runs(**options: Any) -> list[Trained]:
     return made
 
 
-@checks.on(2)
+@on(2)
 def second_derivatives_are_refused() -> None:
     def refused(loss: Tensor, inputs: Any) -> None:
         with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
@@ -45,7 +43,7 @@ def second_derivatives_are_refused() -> None:
     refused(loss, list(run.model.parameters())[:1])
 
 
-@checks.on(2)
+@on(2)
 def autocast_around_training_passes_is_refused() -> None:
     for run in runs()[1:]:
         images, _ = batch()
@@ -66,7 +64,7 @@ COMPUTED: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-@checks.on(2)
+@on(2)
 def weights_computed_from_others_are_refused_at_boost() -> None:
     for change in COMPUTED:
         model = tiny_vit()
@@ -84,6 +82,3 @@ def weights_computed_from_others_are_refused_at_boost() -> None:
     run = boost(ours(tp_size=2), model, sgd)
     images, labels = batch()
     run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-
-
-test_on_ranks = checks.test()

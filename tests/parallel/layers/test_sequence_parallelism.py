@@ -15,13 +15,10 @@ import torch.distributed as dist
 from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import block_rules, hetero_layers
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import MODELS, plan_of, train_on_tokens
 from tests.support.migration_runs import assert_equal
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
-
-checks = Checks()
-
 
 CASES = (("gpt2", "split_gather"), ("llama", "split_gather"), ("llama", "ring"))
 REFERENCE = {"gpt2": "split_gather", "llama": None}
@@ -38,8 +35,8 @@ def boosted(family: str, sequence: str | None, **choices: Any) -> Trained:
     return boost(ours(config, **options(sequence)), MODELS[family](layers=1), sgd)
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def migration_is_exact_with_sequence_parallelism() -> None:
     """Each rank is slow in two iterations; its units migrate in the first one, and for good in the second one."""
     ranks = dist.get_world_size()
@@ -58,7 +55,7 @@ def migration_is_exact_with_sequence_parallelism() -> None:
             assert_equal(run, expected, what)
 
 
-@checks.on(2)
+@on(2)
 def without_a_plan_the_result_is_colossalais_bit_for_bit() -> None:
     for family, mode in CASES:
         expected = train_on_tokens(boost(theirs(custom_policy=None, **options(mode)), MODELS[family](layers=1), sgd), 2)
@@ -68,7 +65,7 @@ def without_a_plan_the_result_is_colossalais_bit_for_bit() -> None:
         assert_same_parameters(run.parameters, expected.parameters, f"{family}, {mode}")
 
 
-@checks.on(2)
+@on(2)
 def blocks_are_resized_with_sequence_parallelism() -> None:
     """A pruned block computes the same with sequence parallelism as without."""
     runs = []
@@ -81,7 +78,7 @@ def blocks_are_resized_with_sequence_parallelism() -> None:
     assert_equal(runs[1], runs[2], "ring")
 
 
-@checks.on(2)
+@on(2)
 def columns_are_refused_with_sequence_parallelism() -> None:
     for mode, form, columns in (
         ("resize", r"Pruning\(resizing='block'\)", dict(pruning=Pruning(resizing="column"))),
@@ -96,6 +93,3 @@ def columns_are_refused_with_sequence_parallelism() -> None:
         run = boosted("gpt2", "split_gather")
     assert {layer.block is None for layer in hetero_layers(run.model).values()} == {True, False}
     train_on_tokens(run, 1)
-
-
-test_on_ranks = checks.test()

@@ -21,10 +21,8 @@ from timm.models.vision_transformer import (
 from torch.nn.functional import cross_entropy
 
 from colossal_hetero.layers import hetero_policy
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.sharding import assert_same_as_unsharded, own_share, parallel_layer_counts, randomize, shard
-
-checks = Checks()
 
 
 def vit(**options: Any) -> VisionTransformer:
@@ -64,8 +62,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
     for name in VARIANTS if dist.get_world_size() == 2 else ("plain", "qk_norm"):
         try:
@@ -82,7 +80,7 @@ def _seeded_loss_of(model: VisionTransformer) -> torch.Tensor:
     return loss_of(model)
 
 
-@checks.on(2)
+@on(2)
 def drop_path_and_patch_drop_use_the_random_numbers_of_the_unsharded_model() -> None:
     drops = dict(drop_path_rate=0.6, patch_drop_rate=0.5, depth=4)
     assert_same_as_unsharded(vit(**drops), _seeded_loss_of)
@@ -115,8 +113,8 @@ def _train_with_dropout(fused_attention: bool) -> dict[str, list[float]]:
     }
 
 
-@checks.on(2, True)
-@checks.on(2, False)
+@on(2, True)
+@on(2, False)
 def dropout_is_equal_on_replicated_features_and_differs_on_divided_ones(fused_attention: bool) -> None:
     first, second = of_all_ranks(_train_with_dropout(fused_attention))
     for name in ("losses", "whole", "drop2"):
@@ -126,7 +124,7 @@ def dropout_is_equal_on_replicated_features_and_differs_on_divided_ones(fused_at
         assert first[name] != second[name], name
 
 
-@checks.on(2)
+@on(2)
 def the_error_names_the_part_that_cannot_be_sharded() -> None:
     expected = {
         "tp_size=2 does not divide both the number of heads (3)": dict(num_heads=3),
@@ -179,7 +177,7 @@ def _blocks(names: list[str]) -> set[int]:
     return {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
 
 
-@checks.on(4)
+@on(4)
 def tensor_parallel_stages_with_an_attention_pool_compute_the_same() -> None:
     held = of_all_ranks(_pipeline(class_token=False, global_pool="map", qk_norm=True))
     assert [_blocks(names) for names in held] == [{0}, {0}, {1}, {1}]
@@ -187,7 +185,7 @@ def tensor_parallel_stages_with_an_attention_pool_compute_the_same() -> None:
     assert [{"reg_token", "pos_embed"} <= set(names) for names in held] == [True, True, False, False]
 
 
-@checks.on(2)
+@on(2)
 def models_that_cannot_be_divided_into_stages_are_refused() -> None:
     class Renamed(VisionTransformer):
         def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
@@ -205,6 +203,3 @@ def models_that_cannot_be_divided_into_stages_are_refused() -> None:
         )
         with pytest.raises(ValueError, match=words):
             Booster(plugin=plugin).boost(model)
-
-
-test_on_ranks = checks.test()

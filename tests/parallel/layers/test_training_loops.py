@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from colossal_hetero.balance import BalancePlan, pruning
 from colossal_hetero.layers import hetero_layers
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.migration_runs import (
     ITERATIONS,
     METHODS,
@@ -31,8 +31,6 @@ from tests.support.migration_runs import (
 )
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, loss_of, tiny_vit, train
-
-checks = Checks()
 
 STEPS = 3
 PIPELINE = dict(pp_size=2, num_microbatches=3)
@@ -337,9 +335,9 @@ def trained(case: Case, what: str, sender: int, method: str | None, choices: Any
     return run
 
 
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
+@on(2)
+@on(3)
+@on(4)
 def any_loop_trains_with_each_feature_as_without_migration() -> None:
     world = dist.get_world_size()
     for number, (name, case) in enumerate((OF_FOUR_RANKS if world == 4 else CASES).items()):
@@ -377,8 +375,8 @@ HALF: dict[int, dict[str, Case]] = {
 }
 
 
-@checks.on(2)
-@checks.on(4)
+@on(2)
+@on(4)
 def migration_in_half_precision_is_as_close_to_fp32_as_training_without_it() -> None:
     for number, (name, case) in enumerate(HALF[dist.get_world_size()].items()):
         of_half = ("zero_stage", "overlap_allgather", "initial_scale", "precision")
@@ -438,7 +436,7 @@ def _train_without(run: Trained, left_out: dict[str, tuple[int, int]]) -> Traine
     return run
 
 
-@checks.on(2)
+@on(2)
 def a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> None:
     """In block form that is the model without the pruned units, also if nothing migrates."""
     for sender, method, given in (
@@ -492,8 +490,8 @@ def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
     return run
 
 
-@checks.on(2, 2)
-@checks.on(3, 3)
+@on(2, 2)
+@on(3, 3)
 def evaluation_while_units_migrate_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
     expected: list[Tensor] = []
     plain = train_and_evaluate(reference_run(tp_size=world), expected)
@@ -510,25 +508,25 @@ def evaluation_while_units_migrate_gives_the_logits_of_the_unbalanced_model(worl
         assert records is None or [record.iteration for record in records] == list(range(ITERATIONS))
 
 
-def hook_gradients(run: Trained, on: Sequence[int]) -> Trained:
-    """On the ranks ``on``, limit the gradients of each micro-batch of what ranks do not share."""
-    if dist.get_rank() in on:
+def hook_gradients(run: Trained, ranks: Sequence[int]) -> Trained:
+    """On these ranks, limit the gradients of each micro-batch of what ranks do not share."""
+    if dist.get_rank() in ranks:
         for each in filter(is_sharded, run.model.parameters()):
             each.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
     return run
 
 
-@checks.on(4)
+@on(4)
 def hooks_in_a_pipeline_see_each_micro_batch() -> None:
     everywhere, first, options = (0, 1, 2, 3), (0,), dict(tp_size=2) | PIPELINE
-    for on, sender in ((everywhere, 0), (first, 1)):
-        expected = train(hook_gradients(reference_run(**options), on), STEPS)
+    for ranks, sender in ((everywhere, 0), (first, 1)):
+        expected = train(hook_gradients(reference_run(**options), ranks), STEPS)
         # The ranks 0 and 1 share the layers of the first stage, 2 and 3 those of the second one.
-        run = hook_gradients(migrating_run("block", (), **options), on)
+        run = hook_gradients(migrating_run("block", (), **options), ranks)
         give(run, (sender, 2 + sender))
         train(run, STEPS)
         assert run.plugin.balancer.plan.migrate[sender] > 0.1
-        assert_equal(run, expected, f"hooks on {on}, sender {sender}")
+        assert_equal(run, expected, f"hooks on {ranks}, sender {sender}")
     # Also hooks that are registered while units migrate.
     late = [migrating_run("block", 1, **options), reference_run(**options)]
     for run in late:
@@ -536,7 +534,7 @@ def hooks_in_a_pipeline_see_each_micro_batch() -> None:
     assert_equal(*late, "late hooks")
 
 
-@checks.on(4)
+@on(4)
 def blocks_that_are_left_out_of_some_micro_batches_of_a_pipeline() -> None:
     options = dict(tp_size=2) | PIPELINE
     runs = [migrating_run("block", (0, 2), **options), reference_run(**options)]
@@ -547,6 +545,3 @@ def blocks_that_are_left_out_of_some_micro_batches_of_a_pipeline() -> None:
         train(run, STEPS)
     assert runs[0].plugin.balancer.plan.migrate[0] > 0.1
     assert_equal(*runs, "left out")
-
-
-test_on_ranks = checks.test()

@@ -14,9 +14,7 @@ from colossal_hetero.data_parallel.loader import make_loader
 from colossal_hetero.data_parallel.loss_weights import require_mean_over_samples, samples_in
 from colossal_hetero.profiling.loss_check import check_loss
 from colossal_hetero.profiling.training_step import TrainingStep, TrialRun, default_training_step
-from tests.support.checks import Checks
-
-checks = Checks()
+from tests.support.checks import on
 
 CLASSES, WIDTH = 5, 6
 
@@ -162,7 +160,7 @@ def answer(trial: TrialRun, precision: str) -> str:
         return str(error)
 
 
-@checks.on(2)
+@on(2)
 def what_each_loss_is_a_mean_over_is_found() -> None:
     for case in CASES:
         for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -211,7 +209,7 @@ def step_of_counting(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     return model(*batch)["loss"]
 
 
-@checks.on(2)
+@on(2)
 def losses_that_depend_on_other_ranks_are_refused() -> None:
     world, words = range(dist.get_world_size()), "depends on a value that {} combines over ranks"
     for count, name in ((by_all_reduce, "all_reduce"), (by_objects, "all_gather_object")):
@@ -249,7 +247,7 @@ def fails(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     raise KeyError("labels")
 
 
-@checks.on(2)
+@on(2)
 def a_step_may_need_several_samples_at_once() -> None:
     world = range(dist.get_world_size())
     for step, multiple, weight in (
@@ -281,7 +279,7 @@ def packed(samples: list[Any]) -> Any:
     return torch.cat(sequences), torch.tensor([len(each) for each in sequences]), torch.tensor(labels)
 
 
-@checks.on(2)
+@on(2)
 def samples_that_a_batch_leaves_out_or_packs_are_counted() -> None:
     trial = trial_of(Case("left out", classified, "", collate=leaving_out))
     assert check_loss(trial, range(dist.get_world_size())) == 1
@@ -292,6 +290,3 @@ def samples_that_a_batch_leaves_out_or_packs_are_counted() -> None:
     assert samples_in(trial_of(CASES[0])) is None
     count = samples_in(trial := trial_of(Case("packed", ragged, "", collate=packed)))
     assert count is not None and count(trial.batch(range(10))) == 10  # and not the number of rows
-
-
-test_on_ranks = checks.test()

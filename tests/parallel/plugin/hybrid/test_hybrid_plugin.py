@@ -17,12 +17,11 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy, hetero_layers, hetero_policy
 from tests.support import training
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import gpt2
 from tests.support.planned_runs import ZERO_BUBBLE
 from tests.support.training import assert_same_parameters, batch, boost, ours, theirs, tiny_vit
 
-checks = Checks()
 RESIZE = BalanceConfig(mode="resize")
 PIPELINE = dict(pp_size=2, num_microbatches=3)
 INTERLEAVED = dict(pp_size=2, num_microbatches=2, pp_style="interleaved", num_model_chunks=2)
@@ -48,9 +47,9 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
+@on(2)
+@on(3)
+@on(4)
 def without_a_straggler_training_is_bit_for_bit_colossalais() -> None:
     # Resizing exchanges times at the end of the second iteration.
     idle = {"off": BalanceConfig(mode="off"), "resize": BalanceConfig(mode="resize", warmup_iterations=0, patience=1)}
@@ -68,7 +67,7 @@ def without_a_straggler_training_is_bit_for_bit_colossalais() -> None:
             assert_same_parameters(actual.parameters, expected.parameters, f"{name}, {mode}")
 
 
-@checks.on(4)
+@on(4)
 def zero_bubble_schedules_are_colossalais() -> None:
     options = dict(tp_size=2, pp_size=2, **ZERO_BUBBLE)
     with pytest.raises(ValueError, match=r"balance mode 'resize' cannot be combined with use_zbv=True"):
@@ -78,7 +77,7 @@ def zero_bubble_schedules_are_colossalais() -> None:
     assert_same_parameters(run.parameters, expected.parameters, "zero-bubble")
 
 
-@checks.on(2)
+@on(2)
 def a_policy_works_without_the_plugin_and_is_used_by_it() -> None:
     expected = training.train(boost(theirs(tp_size=2)), 3)
     plugins = [theirs(tp_size=2, custom_policy=hetero_policy(tiny_vit()))]
@@ -96,7 +95,7 @@ def bert() -> nn.Module:
     return BertForSequenceClassification(BertConfig(num_labels=3, **sizes))
 
 
-@checks.on(2)
+@on(2)
 def one_plugin_boosts_several_models() -> None:
     booster = Booster(plugin=ours(tp_size=2))
     for model in (tiny_vit(), bert(), tiny_vit()):
@@ -114,8 +113,8 @@ def one_plugin_boosts_several_models() -> None:
     assert torch.isfinite(boosted(batch()[0])).all()
 
 
-@checks.on(1, 1.0)
-@checks.on(2, 0.0)
+@on(1, 1.0)
+@on(2, 0.0)
 def buckets_hold_a_copy_of_the_gradients_without_a_pipeline(share: float) -> None:
     """As the planner counts memory: bytes of buckets beside the gradients, per byte of the rank's parameters."""
     ranks = dist.get_world_size()
@@ -140,7 +139,7 @@ class OtherModel(nn.Module):
         self.inner = nn.Linear(12, 18)
 
 
-@checks.on(2)
+@on(2)
 def arguments_that_cannot_work_are_refused() -> None:
     unraisable: list[str] = []
     usual, sys.unraisablehook = sys.unraisablehook, lambda hook: unraisable.append(str(hook.exc_value))
@@ -185,6 +184,3 @@ def arguments_that_cannot_work_are_refused() -> None:
     gc.collect()
     sys.unraisablehook = usual
     assert not unraisable, f"errors while a refused plugin was deleted: {unraisable}"
-
-
-test_on_ranks = checks.test()

@@ -32,14 +32,13 @@ from colossal_hetero.plugin.hybrid import drift, link_times, live_plan, planned_
 from colossal_hetero.plugin.hybrid.drift import PassSeconds
 from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of, make_optimizer
 from tests.parallel.plugin.unequal.test_unequal_replicas import samples as batch_of
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import if_thorough, of_all_ranks, on
 from tests.support.layer_profiles import layer_times
 from tests.support.planned_runs import share
 from tests.support.planning import predict_plan
 from tests.support.sharding import randomize
 from tests.support.training import tiny_vit
 
-checks = Checks()
 MICRO_BATCH, GLOBAL_BATCH, BLOCKS = 2, 16, 6
 BLOCK_SECONDS = 0.1
 WINDOW, PHASE = 2, 6
@@ -182,16 +181,16 @@ class ExactZero(HeteroHybridParallelPlugin):
         self.zero_config["forced_dtype"] = None
 
 
-@checks.if_thorough(2, Case("vit", "sgd", (1, 1), dict(pp_size=2)))
-@checks.on(2, Case("gpt2", "adamw", (1, 1), dict(pp_size=2)))
-@checks.on(2, Case("llama", "sgd", (1, 1), dict(pp_size=2)))
-@checks.if_thorough(2, Case("gpt2", "sgd", (1, 1), dict(pp_size=2), dtype=torch.float32))
-@checks.on(3, Case("gpt2", "adamw", (1, 1, 1), dict(pp_size=3), moves=4))
-@checks.if_thorough(4, Case("gpt2", "adamw", (1, 1, 1, 1), dict(pp_size=2), moves=3))
-@checks.on(4, Case("llama", "sgd", (2, 2), dict(pp_size=2), tp=2, dtype=torch.float32, moves=3))
-@checks.on(4, Case("vit", "sgd", (1, 1, 1, 1), dict(pp_size=2), dict(zero_stages=(1,)), dtype=torch.float32, moves=3))
-@checks.on(3, Case("gpt2", "adamw", (1, 1, 1), {}, dict(layer_sums=True), moves=4))
-@checks.on(4, Case("vit", "sgd", (1, 1, 1, 1), {}, dict(layer_sums=True), moves=5))
+@if_thorough(2, Case("vit", "sgd", (1, 1), dict(pp_size=2)))
+@on(2, Case("gpt2", "adamw", (1, 1), dict(pp_size=2)))
+@on(2, Case("llama", "sgd", (1, 1), dict(pp_size=2)))
+@if_thorough(2, Case("gpt2", "sgd", (1, 1), dict(pp_size=2), dtype=torch.float32))
+@on(3, Case("gpt2", "adamw", (1, 1, 1), dict(pp_size=3), moves=4))
+@if_thorough(4, Case("gpt2", "adamw", (1, 1, 1, 1), dict(pp_size=2), moves=3))
+@on(4, Case("llama", "sgd", (2, 2), dict(pp_size=2), tp=2, dtype=torch.float32, moves=3))
+@on(4, Case("vit", "sgd", (1, 1, 1, 1), dict(pp_size=2), dict(zero_stages=(1,)), dtype=torch.float32, moves=3))
+@on(3, Case("gpt2", "adamw", (1, 1, 1), {}, dict(layer_sums=True), moves=4))
+@on(4, Case("vit", "sgd", (1, 1, 1, 1), {}, dict(layer_sums=True), moves=5))
 def moves_change_nothing(case: Case) -> None:
     expected_losses, expected = train_alone(case)
     topology, steps = cluster(case.nodes), PHASE * len(case.slow)
@@ -299,7 +298,7 @@ def zero_grad(step: int, model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-@checks.on(3)
+@on(3)
 def a_slow_link_is_named() -> None:
     """Messages between ranks 1 and 2 wait for a moment, beginning in the fifth step."""
     case, slow, steps = Case("vit", "sgd", (1, 1, 1), dict(pp_size=3)), 0.03, 10
@@ -336,7 +335,7 @@ def a_slow_link_is_named() -> None:
     assert measured.ranks == (1, 2) and measured.matters and slow < measured.seconds < 2 * slow
 
 
-@checks.on(2)
+@on(2)
 def a_device_that_had_better_idle_is_named() -> None:
     with patch.object(Clock, "factor", 20):
         plugin, _, printed = slow_soon(zero_grad, steps=12)
@@ -345,7 +344,7 @@ def a_device_that_had_better_idle_is_named() -> None:
         assert [each for each in printed if each.startswith("after step 6, a plan without rank 1 is faster: ")]
 
 
-@checks.on(2)
+@on(2)
 def devices_that_the_plan_leaves_out_are_not_taken_for_others() -> None:
     """The plan is for the first and the last one of three; the profile has no times of the other one."""
     whole, measured = cluster((1, 1, 1)), profile(1)
@@ -361,7 +360,7 @@ def devices_that_the_plan_leaves_out_are_not_taken_for_others() -> None:
         HeteroHybridParallelPlugin(plan=moved, planning=planning, precision="fp32")
 
 
-@checks.on(2)
+@on(2)
 def hooks_from_before_boosting_move_along() -> None:
     calls: list[nn.Module] = []
 
@@ -383,7 +382,7 @@ def hooks_from_before_boosting_move_along() -> None:
     assert len(own) == (1 if dist.get_rank() else 5) and calls[-len(own) :] == own
 
 
-@checks.on(2)
+@on(2)
 def layers_stay_where_a_move_would_lose_what_the_script_has_added() -> None:
     def add_hook(step: int, model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -407,7 +406,7 @@ def layers_stay_where_a_move_would_lose_what_the_script_has_added() -> None:
         assert len(printed) == 1 and words in printed[0] and "follow_speed=False" in printed[0]
 
 
-@checks.on(2)
+@on(2)
 def a_script_that_keeps_parts_of_the_model_is_warned() -> None:
     kept: list[Any] = []
 
@@ -422,7 +421,7 @@ def a_script_that_keeps_parts_of_the_model_is_warned() -> None:
         slow_soon(keep)
 
 
-@checks.on(2)
+@on(2)
 def modes_and_frozen_parameters_move_along() -> None:
     """And each rank keeps its own random state."""
 
@@ -447,8 +446,8 @@ def modes_and_frozen_parameters_move_along() -> None:
             assert {each.requires_grad for each in block.attn.parameters()} == {number not in "04"}, number
 
 
-@checks.on(2, "fp16")
-@checks.on(2, "bf16")
+@on(2, "fp16")
+@on(2, "bf16")
 def masters_and_the_loss_scale_move_along(precision: str) -> None:
     """The run without moves has the same masters, but for the rounding of half precision."""
     scales: list[float] = []
@@ -474,7 +473,7 @@ def masters_and_the_loss_scale_move_along(precision: str) -> None:
     assert scales[:half] == scales[half:] and (precision == "bf16" or scales[0] < scales[half - 1])
 
 
-@checks.on(2)
+@on(2)
 def checkpoints_before_and_after_a_move_are_whole() -> None:
     """The second one, saved with other cuts, is read by a run without moves. The first is still written when layers
     move."""
@@ -500,6 +499,3 @@ def checkpoints_before_and_after_a_move_are_whole() -> None:
     found = whole(again)
     assert all(torch.equal(found[name], each) for name, each in expected.items()) and found.keys() == expected.keys()
     assert other.resume(again, optimizer, step=6).step == 6
-
-
-test_live = checks.test()

@@ -13,7 +13,7 @@ from transformers import BatchEncoding
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.cost.plan import Plan
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.harness import run_ranks
 from tests.support.planned_runs import ITERATIONS, MICRO_BATCH, MICRO_BATCHES, images_and_labels, share
 from tests.support.planning import make_plan, planned, unequal_plan
@@ -30,7 +30,6 @@ from tests.support.training import (
 )
 from tests.support.zero_runs import unmeasured
 
-checks = Checks()
 MAX_NORM = 0.5  # below the norm of the gradients, so that they are clipped
 ALONE, DP2, PP2 = make_plan([[[0]]], (2,)), make_plan([[[1]], [[0]]], (2,)), make_plan([[[0], [1]]], (1, 1))
 UNEQUAL = unequal_plan(make_plan([[[0]]], (2,), MICRO_BATCH, 1), make_plan([[[1], [2]]], (1, 1), MICRO_BATCH, 3))
@@ -59,7 +58,7 @@ def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]
     assert_same_parameters(run.parameters, other.parameters, str(options))
 
 
-@checks.on(2)
+@on(2)
 def check_each_as_an_accumulating_loop() -> None:
     replicas, parts = [[[0]], [[1]]], [[[0, 1]]]
     for rank_order, options in (
@@ -109,7 +108,7 @@ def test_results_are_those_of_colossalais_pipeline() -> None:
                 torch.testing.assert_close(own[key], other[key], rtol=1e-5, atol=1e-6)
 
 
-@checks.on(2)
+@on(2)
 def check_without_a_plan() -> None:
     """The plugin's arguments for a pipeline also divide a batch without one."""
     for sizes in (dict(num_microbatches=4), dict(microbatch_size=2), {}):
@@ -135,9 +134,9 @@ def check_without_a_plan() -> None:
 class OwnDict(dict[str, Any]): ...
 
 
-@checks.on(1, ALONE)
-@checks.on(2, PP2)
-@checks.on(3, UNEQUAL)
+@on(1, ALONE)
+@on(2, PP2)
+@on(3, UNEQUAL)
 def batches_may_be_any_mapping(plan: Plan) -> None:
     """The batch is any mapping, or has one inside; with and without gradients."""
     run = boost(planned(plan), make_optimizer=sgd)
@@ -164,7 +163,7 @@ def batches_may_be_any_mapping(plan: Plan) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(kind))
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def uneven_batches_are_trained_with_the_same_loop() -> None:
     plugin = HeteroHybridParallelPlugin(1, 1, precision="fp32", batches=BatchConfig(global_batch_size=7))
@@ -179,6 +178,3 @@ def uneven_batches_are_trained_with_the_same_loop() -> None:
     train_alone(alone, sgd(alone), zip(images.split(7), labels.split(7), strict=True))
     for key, value in alone.state_dict().items():
         torch.testing.assert_close(model.unwrap().state_dict()[key], value, rtol=1e-4, atol=1e-6, msg=key)
-
-
-test_batches_are_divided_and_train_as_an_accumulating_loop = checks.test()

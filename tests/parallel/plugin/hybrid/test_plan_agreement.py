@@ -24,7 +24,7 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfi
 from colossal_hetero.plugin.hybrid import plan_agreement
 from colossal_hetero.plugin.hybrid.live_plan import follows
 from tests.support import training
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.layer_profiles import layer_times
 from tests.support.planned_runs import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_alone, train_planned
 from tests.support.planning import boosted, make_plan, planned
@@ -32,7 +32,6 @@ from tests.support.training import Trained, boost, by_labels, loss_of, pipeline_
 
 BLOCKS, GLOBAL_BATCH = 6, 16
 CPU = DeviceKind("cpu", 10**9, 1e9)
-checks = Checks()
 
 
 def cluster(speeds: tuple[float, ...]) -> Topology:
@@ -74,8 +73,8 @@ def blocks_by_rank(plan: Plan) -> dict[tuple[int, ...], int]:
     return {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
 
 
-@checks.on(2, False)
-@checks.on(2, True)
+@on(2, False)
+@on(2, True)
 def plans_are_made_from_objects_and_from_files(from_files: bool, folder: Path) -> None:
     speeds, given = (1.0, 0.5), {}
     if from_files:
@@ -94,7 +93,7 @@ def plans_are_made_from_objects_and_from_files(from_files: bool, folder: Path) -
     assert of_all_ranks(plugin.plan) == [plugin.plan] * 2
 
 
-@checks.on(2)
+@on(2)
 def settings_are_followed() -> None:
     plan = auto_plan(planning((1.0, 0.5), unequal=False, method="uniform", micro_batch_sizes=(2,)))
     assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
@@ -126,7 +125,7 @@ def settings_are_followed() -> None:
     assert auto_plan(planning((1.0, 0.01))).world_size == 2
 
 
-@checks.on(2)
+@on(2)
 def what_cannot_be_planned_is_refused_on_all_ranks() -> None:
     cases: list[tuple[PlanConfig, dict[str, Any], str]] = [
         (planning((1.0,) * 3), {}, "the cluster has 3 devices, but 2 ranks were started; start one rank per"),
@@ -160,7 +159,7 @@ def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
 # Drift --------------------------------------------------------------------------------------------------------------
 
 
-@checks.on(2)
+@on(2)
 def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
     """The plan expects forward passes of 10 ms in both stages. In the second one they take at least 150 ms."""
     plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES, forward_seconds=[0.01, 0.01])
@@ -203,7 +202,7 @@ def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
 PLAN = make_plan([[[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
 
 
-@checks.on(2)
+@on(2)
 def arguments_that_contradict_the_plan_are_refused(folder: Path) -> None:
     batches = BatchConfig(global_batch_size=8)
     refusals: list[tuple[str, Any, dict[str, Any]]] = [
@@ -243,7 +242,7 @@ def bert(layers: int) -> torch.nn.Module:
     return BertForSequenceClassification(BertConfig(num_hidden_layers=layers, **sizes))
 
 
-@checks.on(2)
+@on(2)
 def models_and_batches_that_do_not_fit_are_refused(folder: Path) -> None:
     other = r"divides 4 blocks of tiny ViT into \[1, 3\], but the model has 6 blocks; plan with a profile of this model"
     for plan, model, words in (
@@ -268,7 +267,7 @@ def models_and_batches_that_do_not_fit_are_refused(folder: Path) -> None:
         pipeline_step(boosted(PLAN), iter([images_and_labels(0, 6)]))
 
 
-@checks.on(2)
+@on(2)
 def impossible_numbers_of_layers_are_refused() -> None:
     many = dict(num_microbatches=4)
     chunked = dict(precision="fp32", num_model_chunks=2, num_layers_per_stage=[1, 3], **many)
@@ -295,7 +294,7 @@ def t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
 
 
-@checks.on(2)
+@on(2)
 def an_encoder_with_a_decoder_is_refused() -> None:
     """A T5 cannot be divided as planned; Colossal-AI divides it as the refusal says."""
     options = dict(pp_size=2, num_microbatches=MICRO_BATCHES, precision="fp32")
@@ -364,6 +363,3 @@ def test_a_plan_config_refuses_wrong_values(field: str, value: Any, message: str
         PlanConfig(**{field: value})
     with pytest.raises(TypeError, match="cluster=7 is neither a file's path nor a Topology"):
         PlanConfig(cluster=7)  # type: ignore[arg-type]
-
-
-test_plan_auto = checks.test()

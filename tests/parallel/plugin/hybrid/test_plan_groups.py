@@ -14,15 +14,13 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid import planned_mesh as groups
 from colossal_hetero.plugin.hybrid.planned_mesh import make_group, ordered_group
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.planned_runs import train_alone, train_planned
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import boost, sgd, tiny_vit
 
-checks = Checks()
 
-
-@checks.on(1)
+@on(1)
 def if_an_interface_does_not_exist_the_error_names_it() -> None:
     with pytest.raises(RuntimeError, match="nowhere9"):
         make_group([0], Network("gloo", "Ethernet"), adapters={"Ethernet": Adapter(interface="nowhere9")})
@@ -81,7 +79,7 @@ def check_interfaces(
         assert train_planned(run) == pytest.approx(train_alone(plan.blocks, plan.global_batch)[0], rel=1e-5)
 
 
-@checks.on(4)
+@on(4)
 def groups_communicate_over_the_network_between_their_members() -> None:
     # The replica of rank 0 comes first.
     inside: dict[tuple[int, ...], str | None] = {(3, 2): None, (1, 0): None}
@@ -97,12 +95,9 @@ def groups_communicate_over_the_network_between_their_members() -> None:
         planned(make_plan([[[0], [1]], [[2], [5]]], (1, 3)), planning=PlanConfig(cluster=two_nodes()))
 
 
-@checks.on(3)
+@on(3)
 def layers_of_unequal_replicas_are_summed_over_the_networks_of_the_plan() -> None:
     """Rank 0 is in a node of its own."""
     plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
     # The pipeline inside a node, the first block, the other blocks.
     check_interfaces(plan, two_nodes(), {(1, 2): None, (0, 1): "lo", (0, 2): "lo"})
-
-
-test_on_ranks = checks.test()

@@ -21,13 +21,12 @@ from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS
 from tests.support import training
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.planned_runs import ITERATIONS, MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
 from tests.support.planning import boosted, make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, assert_same_parameters, boost, tiny_vit
 
-checks = Checks()
 MAX_NORM = 0.5
 CROSSED = [[[1], [2]], [[3], [0]]]
 """Two replicas. In one data-parallel group the first replica has the lower rank, in the other group the higher one."""
@@ -107,9 +106,9 @@ def make(case: Case) -> tuple[nn.Module, Optimizer]:
     return model, torch.optim.SGD(rates, momentum=0.9)
 
 
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
+@on(2)
+@on(3)
+@on(4)
 def training_equals_that_of_one_process() -> None:
     for case in CASES[dist.get_world_size()]:
         plan, has_zero, is_half = case.plan, case.plan.zero_stage == 1, case.plan.precision == "bf16"
@@ -154,7 +153,7 @@ def check_shards(run: Trained, replicas: int) -> None:
     assert sum(each.numel() for each in kept) == pytest.approx(sum(own.values()) * 3 / replicas, rel=0.01)
 
 
-@checks.on(4)
+@on(4)
 def stages_of_a_replica_load_the_same_samples() -> None:
     plugin = planned(make_plan(CROSSED, (1, 3), MICRO_BATCH, MICRO_BATCHES))
     assert hybrid_parallel_plugin.ProcessGroupMesh is ProcessGroupMesh, "Colossal-AI's mesh class is still replaced"
@@ -183,8 +182,8 @@ def test_rank_0_is_in_the_first_replica_and_first_in_its_tensor_parallel_group(r
         assert as_launched(make_plan(rank_order, (1, 3))).rank_order == expected
 
 
-@checks.on(4, False, {})
-@checks.on(4, True, dict(precision="bf16", zero_stage=1))
+@on(4, False, {})
+@on(4, True, dict(precision="bf16", zero_stage=1))
 def checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], folder: Path) -> None:
     run = boosted(make_plan(CROSSED, (1, 3)), **options)
     train_planned(run, 2)
@@ -205,6 +204,3 @@ def checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], folde
     assert train_planned(elsewhere, 3, first=2) == pytest.approx(losses, rel=1e-5)
     # The checkpoint is complete, and a model outside of any plugin can load it.
     tiny_vit(depth=4).load_state_dict(torch.load(folder / "model.pt", weights_only=True))
-
-
-test_on_ranks = checks.test()

@@ -15,7 +15,7 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal import test_unequal_replicas as unequal
 from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of, samples
-from tests.support.checks import Checks
+from tests.support.checks import if_thorough, on
 from tests.support.counted_memory import CountedMemory
 from tests.support.model_families import allow_cpu
 from tests.support.planned_runs import train_planned
@@ -24,7 +24,6 @@ from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import randomize
 from tests.support.training import assert_same_parameters, boost, pipeline_step, scripted, sgd, tiny_vit
 
-checks = Checks()
 DROPOUT = 0.2
 
 
@@ -109,10 +108,10 @@ if IS_THOROUGH:
     CASES += [("2+1", [(0, 1)], "vit_with_dropout")]
 
 
-@checks.if_thorough(1)
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
+@if_thorough(1)
+@on(2)
+@on(3)
+@on(4)
 def stages_recompute() -> None:
     for plan, stages, name in CASES:
         if PLANS[plan].world_size != dist.get_world_size():
@@ -126,7 +125,7 @@ def stages_recompute() -> None:
             assert found[2] == usual[2], (plan, name)
 
 
-@checks.on(1)
+@on(1)
 def what_the_script_switched_on_is_not_done_twice() -> None:
     plan = recomputing(PLANS["pp1"], [(0, 0)])
     for name in ("gpt2", "vit"):
@@ -145,7 +144,7 @@ def train_balanced(plan: Plan) -> list[float]:
     return losses
 
 
-@checks.on(4)
+@on(4)
 def a_stage_that_recomputes_migrates_work_of_a_slow_rank() -> None:
     plan = PLANS["tp2 pp2"]
     assert train_balanced(recomputing(plan, [(0, 1)])) == pytest.approx(train_balanced(plan), rel=1e-6)
@@ -168,7 +167,7 @@ class WithoutBlocks(nn.Linear):
         super().__init__(3, 3)
 
 
-@checks.on(2)
+@on(2)
 def models_whose_blocks_cannot_run_twice_are_refused_on_all_ranks() -> None:
     for model, words in (
         (Plain(), "Plain does not say that its blocks can run twice"),
@@ -177,6 +176,3 @@ def models_whose_blocks_cannot_run_twice_are_refused_on_all_ranks() -> None:
         with pytest.raises(ValueError, match=words):
             boost(planned(recomputing(PLANS["pp2"], [(0, 0)])), model, sgd)
         dist.barrier()  # before groups are destroyed
-
-
-test_on_ranks = checks.test()

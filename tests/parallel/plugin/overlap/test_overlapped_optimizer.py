@@ -32,13 +32,12 @@ from colossal_hetero.plugin.zero import late_parameters
 from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
 from tests.support import training
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import gpt2, tokens
 from tests.support.planned_runs import ZERO_BUBBLE
 from tests.support.training import assert_same_parameters, boost, ours, pipeline_step, sgd, theirs, tiny_vit
 from tests.support.zero_runs import boosted, fit, unmeasured
 
-checks = Checks()
 ON = dict(overlap_communication=True, overlap_allgather=True)
 OFF = dict(overlap_communication=False, overlap_allgather=False)
 BUCKET = 150  # elements; some parameters of the model are larger and some are smaller
@@ -128,8 +127,8 @@ CASES: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 }
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 @unmeasured
 def training_equals_that_without_overlap() -> None:
     for number, (case, options) in enumerate(CASES[dist.get_world_size()]):
@@ -144,7 +143,7 @@ def training_equals_that_without_overlap() -> None:
         )
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass() -> None:
     model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
@@ -188,7 +187,7 @@ def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass(
 READERS = ["state_dict", "evaluation", "shared", "copied", "pickled", "stepped", "saved", "assigned"]
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def nobody_reads_unfinished_parameters(folder: Path) -> None:
     model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
@@ -241,7 +240,7 @@ def nobody_reads_unfinished_parameters(folder: Path) -> None:
             torch.testing.assert_close(value, net.first.weight.detach(), rtol=1e-6, atol=1e-6, msg=reader)
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def late_parameters_of_compiled_models_are_refused() -> None:
     words = r"^{} is compiled.* use one of overlap_allgather=True and torch\.compile$"
@@ -274,8 +273,8 @@ HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
 """By number of ranks: arguments of the hybrid plugin, and batches per step. In each case there are two replicas."""
 
 
-@checks.on(2)
-@checks.on(4)
+@on(2)
+@on(4)
 def the_hybrid_plugin_trains_to_the_weights_of_colossal_ai() -> None:
     """A pipeline has started to sum gradients before its passes end, except in the zero-bubble schedule."""
     sync_grad, started = OverlappedZeroOptimizer._sync_grad, []
@@ -304,7 +303,7 @@ SEQUENCE = dict(
 )
 
 
-@checks.on(4)
+@on(4)
 def a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
     common = dict(tp_size=2, pp_size=2, num_microbatches=2, precision="bf16", zero_stage=1, **MANY, **SEQUENCE)
     found = []
@@ -333,7 +332,7 @@ def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
     return list(run.parameters.values())
 
 
-@checks.on(2)
+@on(2)
 def parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
     common = dict(tp_size=2, precision="fp32", **SEQUENCE)
     expected = train_accumulating(theirs(custom_policy=None, **common), first_is_summed=False)
@@ -342,7 +341,7 @@ def parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-@checks.on(2)
+@on(2)
 def with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
     """A backward pass of one optimizer, and a step of another one."""
     model = tiny_vit()
@@ -359,7 +358,7 @@ def with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
         second.zero_grad()
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def whole_gradients_are_released_while_others_are_summed() -> None:
     """How many whole gradients are in memory when a sum starts, in a backward pass of ZeRO stage 2 with many sums."""
@@ -422,7 +421,7 @@ SENT: list[tuple[int, dict[str, Any], float, float]] = [
 """Stage, options of the plugin, and how often the bytes cross the network in the passes and in the step."""
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def synchronization_sends_as_much_as_the_planner_assumes() -> None:
     for stage, options, *expected in SENT:
@@ -442,6 +441,3 @@ def synchronization_sends_as_much_as_the_planner_assumes() -> None:
         message = 3 * WIDTH * (WIDTH + 1) * 4 / 2  # half of the model's bytes
         sent = [(after - before) / message for before, after in itertools.pairwise(counts)]
         assert sent == pytest.approx(expected, rel=0.01, abs=0.01), (stage, options)
-
-
-test_on_ranks = checks.test()

@@ -19,12 +19,11 @@ from colossal_hetero.colossalai_support.corrections import ModuleProxy
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
 from tests.support import training
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.planned_runs import images_and_labels, share, train_planned
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import Trained, boost, loss_of, pipeline_step, sgd, tiny_vit
 
-checks = Checks()
 GLOBAL_BATCH = PLANS["1+2"].global_batch
 
 
@@ -53,9 +52,9 @@ def alone(iterations: int, model: nn.Module | None = None, optimizer: Any = None
 # Data -------------------------------------------------------------------------------------------------------------
 
 
-@checks.on(3, 2 * GLOBAL_BATCH, False)
-@checks.on(3, 2 * GLOBAL_BATCH + 8, False)
-@checks.on(3, 25, True)
+@on(3, 2 * GLOBAL_BATCH, False)
+@on(3, 2 * GLOBAL_BATCH + 8, False)
+@on(3, 25, True)
 def an_epoch_has_every_sample_once(size: int, drop_last: bool) -> None:
     plugin, data = plugin_for(), TensorDataset(*images_and_labels(0, size), torch.arange(size))
     loader, model = plugin.prepare_dataloader(data, shuffle=True, drop_last=drop_last), vit()
@@ -85,7 +84,7 @@ def an_epoch_has_every_sample_once(size: int, drop_last: bool) -> None:
         torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=1e-4, atol=1e-6, msg=name)
 
 
-@checks.on(3)
+@on(3)
 def training_goes_on_after_an_evaluation() -> None:
     run, model = boost(plugin_for(), vit(), sgd), vit()
     optimizer = sgd(model)
@@ -100,7 +99,7 @@ def training_goes_on_after_an_evaluation() -> None:
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@checks.on(2)
+@on(2)
 def gradients_are_not_summed_over_groups_of_messages() -> None:
     plan = make_plan([[[0], [1]]], [1, 3], 2, 2)
     used: set[Any] = set()
@@ -137,7 +136,7 @@ def train_precisely(scaled: bool = False, **options: Any) -> tuple[list[float], 
     return losses, getattr(optimizer, "mixed_precision", getattr(optimizer, "mixed_precision_mixin", None)), changed
 
 
-@checks.on(3)
+@on(3)
 def half_precision_trains_like_one_process_and_an_overflow_in_one_replica_stops_the_step_of_all() -> None:
     expected = alone(4)
     for zero_stage in (0, 1):
@@ -153,8 +152,8 @@ def half_precision_trains_like_one_process_and_an_overflow_in_one_replica_stops_
         assert losses[3] == pytest.approx(training.train_alone(model, sgd(model), batches)[2], rel=2e-2)
 
 
-@checks.on(4, 0)
-@checks.on(4, 1)
+@on(4, 0)
+@on(4, 1)
 def equal_replicas_may_be_summed_layer_by_layer(zero_stage: int) -> None:
     plan = make_plan([[[0], [1]], [[2], [3]]], [1, 3], 2, 3)
     make = partial(exact_zero, plan, zero_stage=1) if zero_stage else partial(planned, plan)
@@ -164,8 +163,8 @@ def equal_replicas_may_be_summed_layer_by_layer(zero_stage: int) -> None:
     assert usual == pytest.approx(layer_sums, rel=1e-6)
 
 
-@checks.on(3, False)
-@checks.on(3, True)
+@on(3, False)
+@on(3, True)
 def frozen_and_unused_parameters_stay(has_zero: bool) -> None:
     def adamw(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
@@ -186,8 +185,8 @@ def fail_in(passes: list[int], gradient: Tensor) -> None:
     assert passes[0] > 0, "the last pass fails"
 
 
-@checks.on(2, 0)
-@checks.on(2, 1)
+@on(2, 0)
+@on(2, 1)
 def gradients_of_a_pass_that_failed_are_forgotten(zero_stage: int) -> None:
     """The last pass of a batch fails when some sums have been started, after gradients of another batch were summed."""
     plan = unequal_plan(*(make_plan([[[rank]]], [4], 2, count) for rank, count in enumerate((3, 1))))
@@ -222,13 +221,13 @@ def train_balanced(balance: BalanceConfig | None) -> list[float]:
     return losses
 
 
-@checks.on(6)
+@on(6)
 def a_stage_migrates_work_of_a_slow_rank() -> None:
     usual, migrated = (train_balanced(way) for way in (None, BalanceConfig(mode="migrate")))
     assert migrated == pytest.approx(usual, rel=1e-5)
 
 
-@checks.on(3)
+@on(3)
 def plain_checkpoints_are_loaded_again(folder: Path) -> None:
     for sharded in (True, False):
         run, loaded = (
@@ -252,7 +251,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@checks.on(3)
+@on(3)
 def what_cannot_be_run_is_refused() -> None:
     for options, words in REFUSED:
         with pytest.raises(ValueError, match=f"replicas are not alike.*{words}"):
@@ -272,7 +271,7 @@ def what_cannot_be_run_is_refused() -> None:
         pipeline_step(run, iter([images_and_labels(0, 5)]))
 
 
-@checks.on(3)
+@on(3)
 def clipping_by_value_is_exact() -> None:
     for precision, scale in (("fp32", 1.0), ("bf16", 1.0), ("fp16", 2.0**6)):
         options = dict(initial_scale=scale) if precision == "fp16" else {}
@@ -286,7 +285,7 @@ def clipping_by_value_is_exact() -> None:
         run.optimizer.step()
 
 
-@checks.on(2)
+@on(2)
 def backward_passes_of_the_users_own_are_refused() -> None:
     inputs, labels = images_and_labels(0, 2)
     for zero_stage in (0, 1):
@@ -302,6 +301,3 @@ def backward_passes_of_the_users_own_are_refused() -> None:
                     loss.backward()
                     run.optimizer.step()
             dist.barrier()
-
-
-test_on_ranks = checks.test()

@@ -14,11 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset, default_collate
 
 from tests.support import zero_runs
-from tests.support.checks import Checks
+from tests.support.checks import if_thorough, on
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import Boosted, assert_trained, boosted, fit, flat, global_batches, unmeasured
 
-checks = Checks()
 SAMPLES, GLOBAL_BATCH = 32, 8
 BROKEN = {0, 3, 9, 12, 16, 28}
 """Samples that cannot be read; each micro-batch of the divisions has others."""
@@ -78,22 +77,22 @@ def divisions() -> list[list[list[int]]]:
     return DIVISIONS[torch.distributed.get_world_size()]
 
 
-@checks.on(2, (0, 1, 2, 3))
-@checks.if_thorough(3, (0, 1))
+@on(2, (0, 1, 2, 3))
+@if_thorough(3, (0, 1))
 def samples_that_collate_fn_leaves_out_count_nothing(stages: tuple[int, ...]) -> None:
     cases = [(stage, division) for stage in stages for division in divisions()]
     found = [boost(stage, Images(*BROKEN), division, readable).fit() for stage, division in cases]
     assert_trained([found], cases, train_alone(collated(Images(*BROKEN), readable)))
 
 
-@checks.on(2)
+@on(2)
 def one_batch_can_be_trained_on_again() -> None:
     run = boost(0, Images(*BROKEN), [[5], [3]], readable, accumulation="per_rank")
     found = fit(run.model, run.optimizer, [next(iter(run.loader))] * 3)
     assert_trained([[found]], ["one batch"], train_alone(collated(Images(*BROKEN), readable)[:1] * 3))
 
 
-@checks.on(2)
+@on(2)
 def samples_that_the_loop_leaves_out_are_refused() -> None:
     for stage in (0, 1):
         _, _, model, optimizer, _, loader, _ = boost(stage, Images(), [[5], [3]])
@@ -108,7 +107,7 @@ def samples_that_the_loop_leaves_out_are_refused() -> None:
             optimizer.step()
 
 
-@checks.on(2)
+@on(2)
 def mixup_gets_even_batches() -> None:
     mixup = Mixup(mixup_alpha=0.8, num_classes=3)
 
@@ -139,7 +138,7 @@ def train_with_average(batches: Any, model: nn.Module, optimizer: Any, kind: str
     return torch.cat([value.detach().flatten() for value in average.module.parameters()])
 
 
-@checks.on(2)
+@on(2)
 def schedules_and_averages_of_weights_count_steps() -> None:
     batches = collated(Images(), default_collate)
     for kind in ("torch", "timm"):
@@ -216,7 +215,7 @@ def train(batches: Any, model: Any, optimizer: Any, every: int, backward: Any, m
     return flat(model), means
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def tokens_are_counted_at_each_stage() -> None:
     cases: list[Any] = [
@@ -240,7 +239,7 @@ def tokens_are_counted_at_each_stage() -> None:
         assert means == pytest.approx(wanted, rel=1e-4), case
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def losses_whose_weights_cannot_be_found_are_refused() -> None:
     for name in MODELS:
@@ -251,6 +250,3 @@ def losses_whose_weights_cannot_be_found_are_refused() -> None:
     words = "has labels of -100, which the samples that were compared before training did not have"
     with pytest.raises(RuntimeError, match=words):
         next(iterator)
-
-
-test_on_ranks = checks.test()

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.support.checks import Checks
+from tests.support.checks import if_thorough, on
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import assert_trained, boosted, fit, global_batches, unmeasured
 
-checks = Checks()
 GLOBAL_BATCH, STEPS = 8, 5
 TASKS = (0, 0, 1, 1, 0, 1, 2, 2)
 """By place in a global batch: the head that a sample uses. The last samples are those of the last rank."""
@@ -113,8 +112,8 @@ RUNS = [(case, sizes) for case in CASES for sizes in ((WHOLE, PARTS) if IS_THORO
 RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
 
 
-@checks.on(2)
-@checks.if_thorough(3)
+@on(2)
+@if_thorough(3)
 @unmeasured
 def a_parameter_that_a_rank_does_not_use_counts_as_zero() -> None:
     for (stage, name, more), sizes in RUNS:
@@ -124,11 +123,8 @@ def a_parameter_that_a_rank_does_not_use_counts_as_zero() -> None:
         assert_trained([[train(stage, division, name, **more)]], [case], expected, atol=1e-5)
 
 
-@checks.on(2, False)
-@checks.on(2, True)
+@on(2, False)
+@on(2, True)
 def stage_0_asks_for_the_search_for_unused_parameters(hybrid: bool) -> None:
     with pytest.raises(RuntimeError, match=r"^this rank has not used .*find_unused_parameters=True"):
         train(0, WHOLE[2], "sgd", find_unused_parameters=False, hybrid=hybrid)
-
-
-test_on_ranks = checks.test()

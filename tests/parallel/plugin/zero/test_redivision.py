@@ -19,12 +19,11 @@ from torch.utils.data import Dataset
 from colossal_hetero.colossalai_support import accelerator
 from colossal_hetero.data_parallel import busy_timer
 from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import CLASSES, tiny_vit
 from tests.support.zero_runs import Net, Numbered, boosted, make_optimizer, sizes_by_rank, unmeasured
 
-checks = Checks()
 FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
 """What a sample, an optimizer step and a collective take, in seconds of the test's clock."""
 
@@ -120,9 +119,9 @@ def measure(stage: int, division: list[list[int]]) -> list[TimedGlobalBatch]:
         return plugin.batch_balancer._timer.take()
 
 
-@checks.on(2, (0, 1, 2, 3), [[5], [3]])
-@checks.on(2, (0, 1, 2, 3), [[2, 2, 1], [1, 1, 1]])
-@checks.on(3, (1, 3), [[2, 1], [3, 0], [1, 1]])
+@on(2, (0, 1, 2, 3), [[5], [3]])
+@on(2, (0, 1, 2, 3), [[2, 2, 1], [1, 1, 1]])
+@on(3, (1, 3), [[2, 1], [3, 0], [1, 1]])
 def the_timer_tells_work_from_waiting(stages: tuple[int, ...], division: list[list[int]]) -> None:
     for stage in stages:
         timed = measure(stage, division)
@@ -137,7 +136,7 @@ def the_timer_tells_work_from_waiting(stages: tuple[int, ...], division: list[li
             assert each.waiting_seconds >= 2 * WAITING * len(each.sizes), (stage, each)
 
 
-@checks.on(3)
+@on(3)
 def collectives_inside_a_replica_are_its_work() -> None:
     """Two collectives in a replica of ranks 0 and 1, and one between replicas."""
     inside, between, rank = dist.new_group([0, 1]), dist.new_group([1, 2]), dist.get_rank()
@@ -204,7 +203,7 @@ def share_of(slow: int, samples: int, others: int) -> list[int]:
     return [samples, others] if slow == 0 else [others, samples]
 
 
-@checks.on(2)
+@on(2)
 def batches_are_divided_again_after_a_change_of_speed() -> None:
     cases: list[dict[str, Any]] = [
         dict(stage=stage, slow=slow, check_every=check_every)
@@ -219,8 +218,8 @@ def batches_are_divided_again_after_a_change_of_speed() -> None:
         assert plugin.batch_balancer.reallocations == 2, case
 
 
-@checks.on(2, 0, 0.75, (5, 3), 3.75)
-@checks.on(2, 1, 1.34, (3, 5), 5.0)
+@on(2, 0, 0.75, (5, 3), 3.75)
+@on(2, 1, 1.34, (3, 5), 5.0)
 def a_wrong_profile_is_corrected_and_reported(slow: int, factor: float, fitted: tuple[int, int], best: float) -> None:
     """With one of eight samples moved, a global batch takes 3.75 s instead of 4, or 5 s instead of 5.36."""
     samples, plugin, given = change_speed(1, slow, [factor] * 2)
@@ -235,6 +234,3 @@ def a_wrong_profile_is_corrected_and_reported(slow: int, factor: float, fitted: 
     text = " ".join(str(report).split())
     assert "by rank (times in s" in text and "times as long). It was divided again 1 time." in text
     assert report.numbers()[f"batches/rank{slow}/samples"] == expected[slow]
-
-
-test_on_ranks = checks.test()

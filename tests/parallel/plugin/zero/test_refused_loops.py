@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from tests.parallel.plugin.zero import test_training_loops as loops
 from tests.parallel.plugin.zero.test_training_loops import ALL, NORM, PARTS, Batch, Loop, Script, each
-from tests.support.checks import Checks
+from tests.support.checks import if_thorough, on
 from tests.support.zero_runs import boosted, unmeasured
-
-checks = Checks()
 
 
 def penalty_of_its_own(script: Script, batch: Batch) -> None:
@@ -114,8 +112,8 @@ REFUSED: dict[str, tuple[Loop, str, tuple[int, ...]]] = {
 """Loops with words of the error, and stages."""
 
 
-@checks.on(2)
-@checks.if_thorough(3)
+@on(2)
+@if_thorough(3)
 @unmeasured
 def loops_that_would_train_to_other_weights_are_refused_on_every_rank() -> None:
     wrong = []
@@ -130,11 +128,8 @@ def loops_that_would_train_to_other_weights_are_refused_on_every_rank() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def optimizers_that_need_a_closure_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^LBFGS\.step needs a closure"):
         boosted(0, None, lambda model: torch.optim.LBFGS(model.parameters()))
-
-
-test_on_ranks = checks.test()

@@ -16,13 +16,12 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import default_collate
 
 from tests.support import zero_runs
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import if_thorough, of_all_ranks, on
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, flat, make_model, unmeasured
 
-checks = Checks()
 GLOBAL_BATCH, EPOCHS, RATE = 8, 2, 0.1
 NORM = 0.05  # below the norm of all gradients
 CLASSES = (1.0, 2.0, 3.0)  # weights, so that a loss is a mean over what is known only when all micro-batches are there
@@ -444,12 +443,12 @@ def test_loops_train_as_one_process_does(ranks: int) -> None:
         check(run, results)
 
 
-@checks.on(2)
+@on(2)
 def training_after_measuring_equals_that_of_one_process() -> None:
     check(USUAL, of_all_ranks(train(USUAL)))
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def if_loss_scaling_overflows_all_ranks_skip_the_step() -> None:
     scale = {"initial_scale": 2.0**40, "max_scale": 2.0**40, "hysteresis": 1, "backoff_factor": 0.5}
@@ -487,8 +486,8 @@ def mean_square(model: nn.Module, _: Any, batch: Any) -> Tensor:
     return model(batch[0]).square().mean()
 
 
-@checks.on(2)
-@checks.if_thorough(3)
+@on(2)
+@if_thorough(3)
 @unmeasured
 def two_models_train_on_the_batches_of_one_loader() -> None:
     def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -512,6 +511,3 @@ def two_models_train_on_the_batches_of_one_loader() -> None:
             else:
                 case = f"stage {stage}, {division}"
                 assert_trained([adversarial(models, optimizers, loader)], [case, case], expected, 1e-5)
-
-
-test_on_ranks = checks.test()

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
 from tests.support import zero_runs
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import Numbered, assert_trained, boosted, fit, flat, global_batches, make_model, unmeasured
 
-checks = Checks()
 GLOBAL_BATCH = 8
 DIVISION = [[3, 2], [1, 2]]
 
@@ -60,7 +59,7 @@ def fine_tune(stage: int, optimizer: type[torch.optim.Optimizer] = torch.optim.S
     return boosted(stage, model, made, Sentences(), criterion=None, division=DIVISION).fit(own_loss)
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def fine_tuning_a_transformer_equals_that_of_one_process() -> None:
     """A transformer that recomputes at each stage, and one that Colossal-AI's own optimizer trains."""
@@ -72,7 +71,7 @@ def fine_tuning_a_transformer_equals_that_of_one_process() -> None:
     assert one.isfinite().all() and torch.equal(one, other)
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def unequal_collectives_are_refused() -> None:
     model = make_model()
@@ -81,8 +80,8 @@ def unequal_collectives_are_refused() -> None:
         boosted(1, model, accumulation="per_rank")
 
 
-@checks.on(2, 0)
-@checks.on(2, 3)
+@on(2, 0)
+@on(2, 3)
 @unmeasured
 def a_loader_with_a_batch_size_is_used(stage: int) -> None:
     plugin = zero_plugin(stage, GLOBAL_BATCH)
@@ -105,14 +104,14 @@ def a_loader_with_a_batch_size_is_used(stage: int) -> None:
         assert sum(len(model(inputs)) for inputs, _ in evaluation) == 15
 
 
-@checks.on(2)
+@on(2)
 def a_model_without_an_optimizer_is_evaluated() -> None:
     for stage in (0, 2, 3):
         model = Booster(plugin=zero_plugin(stage, 8)).boost(make_model())[0]
         assert model.eval()(torch.zeros(2, 8)).shape == (2, 3), stage
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
     """A rank without samples has a placeholder sample, and the loss is a mean over zero labels."""
@@ -130,7 +129,7 @@ def a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
         assert run.fit(loss_of).isfinite().all(), stage
 
 
-@checks.on(2)
+@on(2)
 def tensors_of_measuring_are_freed() -> None:
     for stage in range(4):
         seen: list[weakref.ref] = []
@@ -148,7 +147,7 @@ def tensors_of_measuring_are_freed() -> None:
         assert kept and len(seen) > 8 and all(each() is None for each in seen), stage
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def optimizers_of_whole_matrices_are_not_sharded() -> None:
     def adafactor(model: nn.Module) -> torch.optim.Optimizer:
@@ -171,7 +170,7 @@ def sgd_of_adapters(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.05, momentum=0.9)
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def adapters_are_trained_as_in_one_process(folder: Path) -> None:
     """Train an epoch, save, train, load, and train again."""
@@ -208,7 +207,7 @@ def of_the_last_layer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
     model = make_model()
@@ -226,7 +225,7 @@ class Angular(nn.Module):
         return nn.functional.cross_entropy(outputs * self.scale, targets)
 
 
-@checks.on(2)
+@on(2)
 def optimizers_that_would_train_something_else_are_refused() -> None:
     for stage in (0, 3, "auto"):
         model, criterion = make_model(), Angular()
@@ -245,6 +244,3 @@ def optimizers_that_would_train_something_else_are_refused() -> None:
         Booster(plugin=zero_plugin(3, GLOBAL_BATCH)).enable_lora(make_transformer(), lora_config=config)
     with pytest.raises(RuntimeError, match=r"on the meta device, .*; create the model on a device"):
         boosted(3, make_model().to("meta"))
-
-
-test_on_ranks = checks.test()
