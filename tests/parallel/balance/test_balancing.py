@@ -99,7 +99,6 @@ def check_every_rank_in_turn(options: dict[str, Any], phase: int = PHASE, **rule
 
 
 def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], phase: int = PHASE) -> None:
-    """Assert that the ``plans`` of the group of global ``ranks`` follow :func:`each_rank_slow_in_turn`."""
     for iteration, plan in enumerate(plans):
         now = [each_rank_slow_in_turn(phase, rank, iteration) for rank in ranks]
         before = [each_rank_slow_in_turn(phase, rank, max(0, iteration - SETTLED)) for rank in ranks]
@@ -179,7 +178,6 @@ def mode_off_and_max_resize_0_never_prune() -> None:
 
 @on(2)
 def activation_checkpointing_changes_nothing() -> None:
-    """A recomputed forward pass uses the columns that the first one chose, at random."""
     runs = []
     for reentrant in (None, False, True):
         set_reentrant_ckpt(bool(reentrant))

@@ -85,7 +85,6 @@ def is_uneven(run: Trained) -> bool:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """All files of a checkpoint, by name, and tensors in them, by the path to them."""
     found: dict[str, Any] = {}
 
     def add(path: str, value: Any) -> None:
@@ -120,7 +119,6 @@ def plain_run(seed: int = 0) -> Trained:
 @on(2, 1, (True, False))
 @on(3, 0, (True,))
 def checkpoints_of_colossalais_format_are_ordinary(straggler: int, forms: Sequence[bool], folder: Path) -> None:
-    """``forms``: whether a checkpoint is sharded."""
     run = uneven_run(straggler)
     train(run, STEPS)
     assert is_uneven(run)

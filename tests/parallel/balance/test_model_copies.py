@@ -39,7 +39,6 @@ FAMILIES: tuple[tuple[Callable[[], nn.Module], Any, Any, Any, Callable[[Any], Te
 @on(2)
 @on(3)
 def averages_of_weights_are_exact() -> None:
-    """Averages of the weights while a rank is slow; units would be permanently re-sharded after two steps."""
     ranks = dist.get_world_size()
     for sender, (make, theirs_options, options, train_one, outputs) in enumerate(FAMILIES[: 4 - ranks]):
         expected = boost(theirs(tp_size=ranks, **theirs_options), make(), sgd)
@@ -74,8 +73,6 @@ def averages_of_weights_are_exact() -> None:
 @on(2)
 @on(3)
 def copies_can_be_trained() -> None:
-    """A copy of a copy is trained, with slopes that all ranks have whole; the reference is one process."""
-
     def make() -> nn.Module:
         return tiny_vit(depth=1, act_layer=nn.PReLU)
 
@@ -104,7 +101,6 @@ def copies_keep_the_shapes_of_parameters() -> None:
 
 @on(1)
 def models_of_one_rank_are_copied() -> None:
-    """Without tensor parallelism; and hooks of the user's own are copied."""
     run = boost(ours(BalanceConfig(mode="off"), tp_size=1), None, sgd)
     seen: list[nn.Module] = []
     run.model.unwrap().blocks[0].register_forward_hook(lambda module, *_: seen.append(module))

@@ -41,7 +41,6 @@ def sentences() -> Iterator[list[str]]:
 
 
 def default(**choices: Any) -> Any:
-    """The package's default of balancing, which tests of other things switch off."""
     return patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None, **choices))
 
 
@@ -153,7 +152,6 @@ def by_default_work_migrates_and_no_parameter_changes_its_shape() -> None:
 
 @on(2)
 def what_cannot_be_balanced_is_only_measured_by_default() -> None:
-    """Colossal-AI's scripts that use an option that cannot be combined with balancing go on as before."""
     options = dict(tp_size=2, fp8_communication=True)
     with pytest.raises(ValueError, match="cannot be combined with fp8_communication=True"):
         boost(ours(AUTO, **options))

@@ -173,8 +173,6 @@ def each_kind_of_optimizer_trains_as_in_one_process() -> None:
 @on(2, "bf16")
 @on(2, "fp16")
 def masters_move_with_the_parameters(precision: str) -> None:
-    """Give units away for good, and compare everything with a run that does not."""
-
     def state(run: Trained) -> dict[str, Tensor]:
         found = {}
         with run.plugin.balancer.ordinary_shards():
@@ -224,8 +222,6 @@ def other_of(parameters: Parameters) -> Optimizer:
 
 @dataclass(frozen=True)
 class Several:
-    """How a model is trained by two optimizers."""
-
     make: Callable[[Parameters, Parameters], Sequence[Optimizer]]
     boosted: tuple[bool, ...] = (True, True)
     """Which of the optimizers are boosted; the others make steps as torch's do."""
@@ -310,7 +306,6 @@ def _assert_saved_whole(booster: Booster, optimizer: Any, path: Path, parameters
 
 @on(2)
 def a_model_is_boosted_before_its_optimizer(folder: Path) -> None:
-    """The model is boosted without an optimizer, for example to load weights into it."""
     booster = Booster(plugin=ours(config(), tp_size=2))
     model, *_ = booster.boost(small_vit())
     model, optimizer, *_ = booster.boost(model, adamw_of(list(model.parameters())))
@@ -343,7 +338,6 @@ def what_cannot_be_boosted_is_refused() -> None:
 
 @on(3)
 def dropout_and_frozen_weights() -> None:
-    """Without and with a straggler; the hidden neurons of the first MLP are frozen."""
     found = []
     for straggler in (None, 0):
         Randomizer.reset_index()
@@ -366,7 +360,6 @@ def deep_vit() -> nn.Module:
 
 @on(4)
 def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
-    """Two stages of two ranks, of which one in each stage is relieved from other iterations on."""
     run = relieved_run(1, deep_vit(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
     for step in range(4):
         images, labels = batch(step)

@@ -58,8 +58,6 @@ def _hooked_everywhere(model: nn.Module, seen: list[Tensor]) -> Remove:
 
 
 class Keeping(nn.Module):
-    """An activation that keeps what it computes, for example for a penalty."""
-
     def __init__(self, kept: list[Tensor]) -> None:
         super().__init__()
         self.kept = kept

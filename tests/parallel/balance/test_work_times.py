@@ -84,7 +84,6 @@ def a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
 
 @on(4)
 def the_cost_of_migration_is_learned_without_the_bubble_of_a_pipeline() -> None:
-    """The first stage is late in every micro-batch, and units migrate in the second one."""
     run = boost(ours(NEVER, tp_size=2, pp_size=2, num_microbatches=2))
     train(run, 2)
     is_first = run.plugin.stage_manager.is_first_stage()
@@ -169,7 +168,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @on(2)
 def a_training_iteration_does_not_wait_for_the_device_in_any_mode() -> None:
-    """Rank 1 is slow, and fast again."""
     for name, choices in CONFIGS.items():
         config = BalanceConfig(warmup_iterations=0, patience=1, measure_costs=False, **choices)
         with scripted(lambda rank, iteration: 4.0 if rank == 1 and iteration < 4 else 1.0):

@@ -29,7 +29,7 @@ from tests.support.checkpoint_runs import (
 )
 from tests.support.checkpoints import read_weights
 from tests.support.checks import on
-from tests.support.training import sgd
+from tests.support.training import make_step, sgd
 
 STEPS = 2
 ZERO = dict(zero_stage=1, precision="bf16")
@@ -41,9 +41,7 @@ def of_one_process(name: str) -> dict[str, Tensor]:
     for number in range(STEPS):
         inputs = samples_of(name, number)
         outputs = model(inputs["x"]) if name == "vit" else model(**inputs)
-        last_loss(outputs, inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer, last_loss(outputs, inputs))
     found: dict[str, Tensor] = {}
     for key, parameter in model.named_parameters():
         found[f"param.{key}"] = parameter.detach()

@@ -37,7 +37,6 @@ def save(folder: Path, options: dict[str, Any], shared: bool = False) -> Any:
 
 @on(4)
 def layers_come_from_the_node_that_has_them(folder: Path) -> None:
-    """Node a has the first stage and node b the second. Then both need all layers; or exactly those that they have."""
     saved, received = save(folder, dict(tp_size=2, pp_size=2)), []
     for options in (dict(tp_size=4), dict(pp_size=4), dict(tp_size=2, pp_size=2)):
         run = on_two_nodes(folder, **options)

@@ -25,7 +25,7 @@ from tests.support.checks import on
 from tests.support.elastic_jobs import Texts
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
-from tests.support.training import Trained, adamw, mean_over_replicas, pipeline_step, sgd, zero_plugin
+from tests.support.training import Trained, adamw, make_step, mean_over_replicas, pipeline_step, sgd, zero_plugin
 
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
 """Drawn equally on all ranks of a group, differently on each of them, and per sample."""
@@ -36,7 +36,6 @@ DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_p
 def the_resumed_run_is_the_undisturbed_one_and_another_plan_continues(
     name: str, drops: dict[str, float], others: Sequence[dict[str, Any]], folder: Path
 ) -> None:
-    """Train four steps, and resume after the second: in the same plan, and in others, which compute in other orders."""
     options = dict(tp_size=2, pp_size=2)
 
     def start(seed: int, **options: Any) -> tuple[Any, Any]:
@@ -79,7 +78,6 @@ def the_resumed_run_is_the_undisturbed_one_and_another_plan_continues(
 @on(2, (2, 0), "bf16", 5)  # at the end of an epoch
 @on(2, (1,), "fp16", 3)  # with a loss scale
 def a_run_of_the_zero_plugin_resumes_where_it_was(stages: Sequence[int], precision: str, at: int, folder: Path) -> None:
-    """Train two epochs of five global batches, and resume after the step ``at``."""
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(40, 7, generator=generator), torch.arange(40) % 3)
 
@@ -103,9 +101,7 @@ def a_run_of_the_zero_plugin_resumes_where_it_was(stages: Sequence[int], precisi
             loader.set_epoch(epoch)
             for inputs, labels in loader:
                 loss = criterion(model(inputs), labels)
-                optimizer.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                make_step(optimizer, loss)
                 schedule.step()
                 step += 1
                 losses.append(loss.item())

@@ -28,7 +28,6 @@ def test_a_group_is_destroyed_while_its_threads_release_tensors() -> None:
 
 
 def timeouts() -> list[timedelta | None]:
-    """The time limit of other groups, with the usual one of the default group and with another one."""
     found = [world_timeout()]
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()

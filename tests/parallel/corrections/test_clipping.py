@@ -201,7 +201,6 @@ def clipping_before_the_step_is_that_of_one_process(
 
 @on(2)
 def clipping_after_units_moved() -> None:
-    """Clip after units were permanently re-sharded, in bf16."""
     norms = []
     for own in (True, False):
         options = dict(tp_size=2, precision="bf16")
@@ -221,7 +220,6 @@ def clipping_after_units_moved() -> None:
 
 @on(2)
 def clipping_shards_is_refused() -> None:
-    """Colossal-AI's ZeRO optimizer does not clip before the step."""
     options = dict(tp_size=1, precision="bf16", zero_stage=1)
     for plugin in (theirs(**options), ours(**options, fp8_communication=True)):
         run = boost(plugin, None, sgd)

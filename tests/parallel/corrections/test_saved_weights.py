@@ -14,7 +14,7 @@ from tests.support.checkpoints import read_weights
 from tests.support.checks import on
 from tests.support.language_models import MODELS
 from tests.support.planning import make_plan, planned
-from tests.support.training import Trained, assert_same_parameters, sgd, tiny_vit
+from tests.support.training import Trained, assert_same_parameters, make_step, sgd, tiny_vit
 from tests.support.training import boost as boost_vit
 
 SAMPLES = 4
@@ -41,8 +41,7 @@ def step(run: Trained, vocabulary: int, number: int) -> None:
         run.booster.execute_pipeline(iter([inputs]), run.model, lambda output, _: output.loss, run.optimizer)
     else:
         run.booster.backward(run.model(**inputs).loss, run.optimizer)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    make_step(run.optimizer)
 
 
 def check_checkpoints(
@@ -114,7 +113,6 @@ def weights_of_a_padded_vocabulary_are_whole(folder: Path) -> None:
 @on(3, [[[0, 1, 2]]], [[[2, 0, 1]]])
 @on(4, [[[0, 1]], [[2, 3]]], [[[3, 0]], [[1, 2]]], [[[0], [2]], [[1], [3]]], [[[1, 3]], [[0, 2]]])
 def several_plugins_save_the_weights_of_their_own_models(*orders: list[list[list[int]]], folder: Path) -> None:
-    """Their tensor-parallel groups differ."""
     Randomizer.reset_index()  # ranks of an earlier pipeline have counted differently
     runs = []
     for number, order in enumerate(orders):

@@ -27,7 +27,7 @@ from colossal_hetero.colossalai_support.gpu_over_gloo import batch_through_host,
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage
 from tests.support.harness import run_ranks
-from tests.support.training import batch, loss_of, tiny_vit
+from tests.support.training import batch, loss_of, make_step, tiny_vit
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for hosts without a GPU")
 
@@ -53,7 +53,6 @@ def send_without_a_receiver(messages: int) -> list[list[float]]:
 
 
 def gather_output(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Output and input gradient of a layer, then those of the fused parallel layer, which gathers its output."""
     torch.manual_seed(6)
     native, layer = FUSED_LAYERS[kind]
     plain = native()
@@ -87,7 +86,6 @@ def run_two() -> dict[str, Any]:
 
 @without_gpu
 def test_sends_and_layers() -> None:
-    """A send does not wait for its receiver, and fused layers gather."""
     first, second = run_ranks(2, run_two)
     assert second["sends"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
     assert first["sends"] == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
@@ -221,15 +219,12 @@ def train(stage: int, has_gpu: bool) -> tuple[list[float], int]:
     for number in range(3):
         images, labels = batch(number, replica=dist.get_rank())
         loss = loss_of(model(images), labels)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer, loss)
         losses.append(loss.item())
     return losses, copied
 
 
 def work_together() -> None:
-    """Collectives and training give the same as without a GPU, and messages are started in order."""
     is_first = dist.get_rank() == 0
     found = every_collective(True)
     assert found == every_collective(False)

@@ -75,7 +75,6 @@ def test_members_die_and_join(kills: Mapping[int, Kill], changes: list[tuple[int
 
 
 def test_a_member_that_is_warned_hands_over_what_only_it_holds() -> None:
-    """A pipeline of two members: the second half of the model is on the member that leaves."""
     outcome = check(["big-0", "small-0"], {}, {}, {1: 4})
     ((change,),) = outcome.recoveries
     assert (change.before, change.after, change.iterations_repeated) == (2, 1, 0)
@@ -288,7 +287,6 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def gpt2_with_empty_buffer() -> nn.Module:
-    """A tensor without elements is never lost."""
     model = gpt2()
     model.transformer.register_buffer("nothing", torch.empty(0, 4))
     return model
@@ -340,7 +338,6 @@ def test_a_batch_is_evaluated_again_if_a_member_is_lost() -> None:
 @pytest.mark.skipif(not IS_THOROUGH, reason="takes long: make test-thorough")
 @pytest.mark.parametrize("zero", [False, True], ids=["replicas", "ZeRO"])
 def test_members_that_come_and_go_at_random(zero: bool, tmp_path: Path) -> None:
-    """A short soak: what ``benchmarks/elastic/soak.py`` does for long."""
     steps, kills = (150, 20) if zero else (26, 2)
     happened, job = soak(kills, steps, seed=1, folder=tmp_path, zero=zero)
     outcome = job.outcome

@@ -66,7 +66,6 @@ def test_a_member_that_comes_late_is_in_the_first_world_and_one_in_no_world_ends
 
 
 def test_the_first_node_waits_for_a_second_one() -> None:
-    """A small node cannot hold the model alone."""
     with Job(STEPS) as job:
         job.start("small-0")
         time.sleep(3)  # mostly long enough to start and to find no plan
@@ -178,7 +177,6 @@ def train_and_save(folder: Path, kill: Kill | None, told: Any) -> None:
 
 
 def test_the_booster_saves_after_a_change_of_the_plan(tmp_path: Path) -> None:
-    """Of two replicas, in which a pipeline has one stage, the other one is lost."""
     with Job(STEPS) as job:
         for node in ("big-0", "small-0", "small-1"):
             job.start(node, script=(train_and_save, tmp_path, Kill(4, "forward") if node == "big-0" else None))
@@ -195,8 +193,6 @@ def test_the_booster_saves_after_a_change_of_the_plan(tmp_path: Path) -> None:
 
 
 class ChangedTexts(Texts):
-    """Texts of which random tokens are replaced, with the random numbers of torch, NumPy and Python."""
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
         tokens = sample["input_ids"]
@@ -215,7 +211,6 @@ def gpt2_with_dropout() -> nn.Module:
 
 
 def train_with_random_numbers(seed: int, joins: Sequence[int], kill: Kill | None, told: Any) -> None:
-    """The script of members; the random state of each process is another one."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)

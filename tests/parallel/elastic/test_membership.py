@@ -41,7 +41,6 @@ def running(function: Any, *arguments: Any) -> Iterator[tuple[int, Any]]:
 
 
 def connect(port: int, rank: int) -> str:
-    """Make a group of two members. The connections are cut after 0.5 s."""
     connections = WorldConnections(size=2)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     cutting = threading.Timer(0.5, connections.cut)
@@ -54,7 +53,6 @@ def connect(port: int, rank: int) -> str:
 
 
 def publish(port: int) -> None:
-    """Tell the store the address of rank 1, and wait for rank 0."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=1, world_size=2)
 
@@ -115,7 +113,6 @@ def train_until_warned(pipe: Any, port: int) -> None:
 
 
 def watch_the_other(port: int, other: int, number: int) -> Any:
-    """How the world ends for a member when the other one gets a signal."""
     member = Membership("127.0.0.1", port, "job", "b", min_members=2, max_members=2, timing=TIMING)
     member.form()
     dist.all_reduce(torch.ones(1))

@@ -20,7 +20,6 @@ from tests.support.training import batch, boost, pipeline_step, sgd, train_alone
 
 
 def make_model(name: str) -> nn.Module:
-    """A chain of six links, or of ten."""
     torch.manual_seed(3)
     if name == "vgg":
         model: Any = VGG([6, "M", 8, 10, "M", 12], num_classes=7)

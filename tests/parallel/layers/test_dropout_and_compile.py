@@ -32,7 +32,6 @@ from tests.support.training import tiny_vit, train
 
 
 def dropping_gpt2(layers: int = 1, residual: float = 0.1) -> nn.Module:
-    """Its vocabulary is a multiple of 64 · ranks, so that the embedding is not padded."""
     return gpt2(layers, vocab_size=768, resid_pdrop=residual, embd_pdrop=residual, attn_pdrop=0.1)
 
 
@@ -51,7 +50,6 @@ def checkpointed_vit(reentrant: bool | None) -> nn.Module:
 
 @on(2)
 def until_a_plan_divides_units_dropout_is_that_of_colossalai() -> None:
-    """Residual dropout is left out: Colossal-AI draws it differently on the ranks."""
     allow_cpu()
     for make, loop, policy in (
         (partial(dropping_gpt2, residual=0.0), train_on_tokens, {"custom_policy": None}),
@@ -102,8 +100,6 @@ def an_idle_layer_does_not_switch_the_compiler_off() -> None:
 
 @on(2)
 def migration_is_exact_in_a_compiled_model() -> None:
-    """The attention of this model has dropout inside, its MLP has not."""
-
     def make() -> nn.Module:
         return tiny_vit(depth=1, attn_drop_rate=0.2)
 

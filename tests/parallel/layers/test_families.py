@@ -114,7 +114,6 @@ class Migration:
 
 
 def check_each(check: Callable[[str, int], Any], expected: dict[str, Any]) -> None:
-    """Assert that ``check(family, number)`` returns what is ``expected``."""
     allow_cpu()
     for number, name in enumerate(name for name in expected if name in BUILDERS):
         torch.manual_seed(0)

@@ -57,7 +57,6 @@ def outputs_of(run: Trained, inputs: Tensor, labels: Tensor | None) -> Any:
 @on(2)
 @on(3)
 def migrating_the_head_is_exact() -> None:
-    """Columns, or rows of each rank's part of the vocabulary, migrate from each rank in turn."""
     ranks = dist.get_world_size()
     for number, (family, model, more) in enumerate(CASES if ranks == 2 else CASES[:1]):
         expected = train_on_tokens(reference(family, model, more), 2 * ranks)
@@ -78,7 +77,6 @@ def migrating_the_head_is_exact() -> None:
 @on(2)
 @on(3)
 def logits_are_those_of_colossalai() -> None:
-    """Only training passes with labels use the plan; there, a rank computes its logits when it is asked for them."""
     ranks = dist.get_world_size()
     inputs, labels = tokens(0)
     family = "llama" if ranks == 2 else "gpt2"
@@ -244,7 +242,6 @@ def heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
 
 @on(2)
 def in_mode_auto_rows_of_the_head_can_migrate() -> None:
-    """The head is a kind of its own, which can migrate once the model has computed a loss."""
     run = boosted("llama", {}, {}, mode="auto")
     balancer = run.plugin.balancer
     assert math.fsum(kind.weight for kind in balancer.kinds) == pytest.approx(1.0)
@@ -260,7 +257,6 @@ def in_mode_auto_rows_of_the_head_can_migrate() -> None:
 
 @on(2)
 def a_compiled_language_model_has_the_loss_and_the_logits() -> None:
-    """The whole model is compiled: what depends on the plan is not."""
     torch._dynamo.config.optimize_ddp = False
     runs = [reference("llama", {}, {}), boosted("llama", {}, {})]
     runs[1].model.unwrap().compile(backend="eager")

@@ -248,7 +248,6 @@ def test_impossible_workloads_are_refused(options: dict[str, Any], words: str) -
 
 
 def train_layer(layer: Any, kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Outputs and input gradients of the second step of SGD with momentum, and the parameters after it."""
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
     for step in range(2):
         whole, x, whole_dy, dy = inputs(kind, seed=step)

@@ -21,8 +21,6 @@ STEPS = 4
 
 
 class Curve(nn.Module):
-    """An activation with a scale, and a slope for each token."""
-
     def __init__(self) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.tensor(0.1))
@@ -33,7 +31,6 @@ class Curve(nn.Module):
 
 
 def shared_slope() -> nn.Module:
-    """All MLPs and the end of the model have the same slope."""
     slope = nn.PReLU()
     model = tiny_vit(depth=1, act_layer=lambda: slope)
     model.norm = nn.Sequential(model.norm, slope)
@@ -66,7 +63,6 @@ def checkpointed(reentrant: bool) -> nn.Module:
 
 
 def thawing() -> nn.Module:
-    """The slopes are trained from the second step on."""
     model = tiny_vit(depth=1, act_layer=nn.PReLU)
     slope = model.blocks[0].mlp.act.weight.requires_grad_(False)
     passes: list[None] = []
@@ -80,7 +76,6 @@ def thawing() -> nn.Module:
 
 
 def frozen_base() -> nn.Module:
-    """Only what is inside of blocks is trained, and the head."""
     model = tiny_vit(depth=1, act_layer=nn.PReLU, qk_norm=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in ("act", "q_norm", "k_norm", "head")))
@@ -123,7 +118,6 @@ def assert_equal(run: Trained, losses: list[float], expected: Alone, what: str) 
 @on(2, 1)
 @on(3, 2)
 def training_is_that_of_one_process(parts: int) -> None:
-    """With each batch in ``parts`` micro-batches."""
     ranks = dist.get_world_size()
     for number, name in enumerate(MODELS if ranks == 2 else list(MODELS)[:3]):
         expected = alone(name, parts)

@@ -67,7 +67,6 @@ def without_a_plan_the_result_is_colossalais_bit_for_bit() -> None:
 
 @on(2)
 def blocks_are_resized_with_sequence_parallelism() -> None:
-    """A pruned block computes the same with sequence parallelism as without."""
     runs = []
     for mode in ("split_gather", "ring", None):
         run = boosted("llama", mode, mode="resize")

@@ -144,7 +144,6 @@ def the_error_names_the_part_that_cannot_be_sharded() -> None:
 
 
 def _pipeline(**options: Any) -> list[str]:
-    """Train a step in a two-stage pipeline, compare it with the unsharded model, and return this rank's parameters."""
     model = vit(reg_tokens=1, **options)
     reference = copy.deepcopy(model)
     expected = loss_of(reference)

@@ -152,7 +152,6 @@ def gradients_without_backward(run: Trained) -> None:
 
 
 def frozen_weights_that_change(run: Trained) -> None:
-    """Change frozen weights after some iterations, without a trace, and train them in the end."""
     frozen = run.model.unwrap().blocks[0]
     train(run, 2)
     for parameter in frozen.parameters():
@@ -175,7 +174,6 @@ def _fail(*_: Any) -> None:
 
 
 def failures(run: Trained) -> None:
-    """In each iteration, all ranks fail in the forward pass of one batch and the backward pass of another one."""
     block = run.model.unwrap().blocks[0]
     for iteration in range(ITERATIONS):
         for micro in range(4):
@@ -195,7 +193,6 @@ def failures(run: Trained) -> None:
 
 
 def unused_passes(run: Trained) -> None:
-    """Use batches of changing size, two forwards per backward, unused forward passes, and evaluation in between."""
     for iteration in range(ITERATIONS):
         few, more = (iteration, 3 + iteration), (50 + iteration, 8 - iteration)
         with torch.no_grad():
@@ -319,7 +316,6 @@ def seeded() -> Iterator[None]:
 
 
 def trained(case: Case, what: str, sender: int, method: str | None, choices: Any = None, **options: Any) -> Trained:
-    """A run with Colossal-AI's plugin or, if a ``method`` is given, with ours, in which ``sender`` gives work away."""
     with seeded():
         if method is None:
             run = reference_run(case.model(), **options)
@@ -473,7 +469,6 @@ def evaluate(run: Trained, seen: list[Tensor]) -> None:
 
 
 def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
-    """Evaluate between iterations, between micro-batches, and between a forward pass and its backward pass."""
     for iteration in range(ITERATIONS):
         for micro in range(2):
             loss = forward(run, 2 * iteration + micro)
@@ -509,7 +504,6 @@ def evaluation_while_units_migrate_gives_the_logits_of_the_unbalanced_model(worl
 
 
 def hook_gradients(run: Trained, ranks: Sequence[int]) -> Trained:
-    """On these ranks, limit the gradients of each micro-batch of what ranks do not share."""
     if dist.get_rank() in ranks:
         for each in filter(is_sharded, run.model.parameters()):
             each.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))

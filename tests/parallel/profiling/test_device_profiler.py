@@ -27,6 +27,7 @@ from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import make_step
 
 KINDS = ("ddp", "zero1", "zero2", "fsdp", "fsdp_original", "fsdp_grad_op")
 WIDTH = 37
@@ -99,13 +100,11 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[str]:
     losses = []
     for _ in range(steps):
         losses.append(forward_backward(model, optimizer, 4).item().hex())
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     return losses
 
 
 def timed(model: nn.Module, optimizer: Any, batch: int) -> float:
-    """Run a batch and return a simulated time, which is so long that the profiler does not measure again."""
     forward_backward(model, optimizer, batch)
     return 1 + 0.1 * batch
 
@@ -118,7 +117,6 @@ def outcome(model: nn.Module, losses: list[str]) -> tuple[list[str], str]:
 
 
 def trained(kind: str, before: int, interlude: Callable[[nn.Module, Any], Any]) -> tuple[Any, Any]:
-    """Train, with a call of ``interlude`` after ``before`` steps. Returns the outcome and the result of the call."""
     model, optimizer = build(kind)
     losses = train(model, optimizer, before)
     result = interlude(model, optimizer)
@@ -146,7 +144,6 @@ def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, f
 
 
 def run_out_everywhere(model: nn.Module, optimizer: Any) -> int:
-    """Rank 0 runs out of memory at each place in turn, with and without a complete step in between."""
     failures = 0
     with preserved_state(model, optimizer), local_collectives(model):
         for again in range(2):

@@ -68,7 +68,6 @@ def some_ignored(index: int, generator: torch.Generator) -> Any:
 
 
 def with_zeros(head: Any) -> nn.Module:
-    """A head whose weights are zero at first, so that every loss is ln(classes)."""
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
@@ -198,8 +197,6 @@ def with_a_log(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
 
 
 class Counting(nn.Linear):
-    """Computes its loss itself, as models of transformers do."""
-
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         loss = cross_entropy(super().forward(x), labels, reduction="sum") * dist.get_world_size()
         return type("Output", (dict,), {})(loss=loss / by_all_reduce(torch.tensor(float(len(labels)))))
@@ -274,7 +271,6 @@ def ragged(index: int, generator: torch.Generator) -> Any:
 
 
 def packed(samples: list[Any]) -> Any:
-    """All sequences in one tensor, the length of each, and the labels."""
     sequences, labels = zip(*samples, strict=True)
     return torch.cat(sequences), torch.tensor([len(each) for each in sequences]), torch.tensor(labels)
 

@@ -1,6 +1,5 @@
 """Layers that move between ranks while training: exact against one process, with every rank slow once."""
 
-import itertools
 import re
 import tempfile
 import time
@@ -16,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from colossalai.booster import Booster
 from colossalai.checkpoint_io.utils import gather_distributed_param
 from torch import Tensor, nn
@@ -25,19 +23,20 @@ from torch.utils.data import Dataset
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.common.methods import wrap_method
 from colossal_hetero.common.ranks import from_rank_0
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.solver.follow import Caution
 from colossal_hetero.plugin.hybrid import drift, link_times, live_plan, planned_run
 from colossal_hetero.plugin.hybrid.drift import PassSeconds
-from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of, make_optimizer
+from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2, llama, loss_of, make_optimizer
 from tests.parallel.plugin.unequal.test_unequal_replicas import samples as batch_of
+from tests.support import training
 from tests.support.checks import if_thorough, of_all_ranks, on
 from tests.support.layer_profiles import layer_times
+from tests.support.machines import of_nodes
 from tests.support.planned_runs import share
 from tests.support.planning import predict_plan
-from tests.support.sharding import randomize
-from tests.support.training import tiny_vit
+from tests.support.training import make_step, tiny_vit
 
 MICRO_BATCH, GLOBAL_BATCH, BLOCKS = 2, 16, 6
 BLOCK_SECONDS = 0.1
@@ -48,14 +47,7 @@ WINDOW, PHASE = 2, 6
 def cluster(nodes: tuple[int, ...]) -> Topology:
     """Nodes with so many devices each."""
     memory, network = Channel("shared memory", 1e10, 1e-6), Channel("Ethernet", 1e10, 1e-6)
-    kind, firsts = DeviceKind("cpu", 10**12, 1e9), (0, *itertools.accumulate(nodes))
-    made = tuple(
-        Node(f"n{number}", 0, tuple(range(firsts[number], firsts[number + 1])), memory, (network,))
-        for number in range(len(nodes))
-    )
-    return Topology(
-        tuple(Device(kind, number, 0) for number, size in enumerate(nodes) for _ in range(size)), made, ("here",)
-    )
+    return of_nodes(([DeviceKind("cpu", 10**12, 1e9)] * size, memory, (network,)) for size in nodes)
 
 
 def profile(tp: int) -> ModelProfile:
@@ -89,25 +81,10 @@ class Clock:
         return PassSeconds(seconds / 3, seconds * 2 / 3)
 
 
-def gpt2() -> nn.Module:
-    """With one weight in the embedding and the head."""
-    sizes = dict(vocab_size=101, n_positions=16, n_embd=24, n_layer=BLOCKS, n_head=4)
-    drops = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", use_cache=False)
-    return randomize(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops)))
-
-
-def llama() -> nn.Module:
-    sizes = dict(vocab_size=101, hidden_size=24, intermediate_size=36, num_hidden_layers=BLOCKS, num_attention_heads=4)
-    heads = dict(num_key_value_heads=2, attn_implementation="eager", use_cache=False)
-    return randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)))
-
-
-MODELS = {"gpt2": gpt2, "llama": llama, "vit": lambda: tiny_vit(depth=BLOCKS)}
+MODELS = dict(gpt2=partial(gpt2, BLOCKS), llama=partial(llama, BLOCKS), vit=partial(tiny_vit, depth=BLOCKS))
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """The samples of the global batches, one batch after the other."""
-
     def __init__(self, model: str, dtype: torch.dtype, batches: int) -> None:
         whole = [batch_of(model, number, GLOBAL_BATCH, dtype) for number in range(batches)]
         self._samples = [
@@ -148,18 +125,12 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     module = MODELS[case.model]().to(case.dtype)
     optimizer = make_optimizer(module, case.kind)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
-    losses = []
-    for step in range(PHASE * len(case.slow)):
-        batch = batch_of(case.model, step, GLOBAL_BATCH, case.dtype)
-        inputs = {"x": batch["x"]} if case.model == "vit" else batch
-        loss = loss_of(module(**inputs), batch)
-        loss.backward()
-        if case.max_norm:
-            nn.utils.clip_grad_norm_(module.parameters(), case.max_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    batches = [batch_of(case.model, step, GLOBAL_BATCH, case.dtype) for step in range(PHASE * len(case.slow))]
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return loss_of(model(**({"x": batch["x"]} if case.model == "vit" else batch)), batch)
+
+    losses = training.train_alone(module, optimizer, batches, loss, case.max_norm, schedule)
     return losses, {name: each.detach() for name, each in module.named_parameters(remove_duplicate=False)}
 
 
@@ -300,7 +271,6 @@ def zero_grad(step: int, model: Any, optimizer: Any) -> None:
 
 @on(3)
 def a_slow_link_is_named() -> None:
-    """Messages between ranks 1 and 2 wait for a moment, beginning in the fifth step."""
     case, slow, steps = Case("vit", "sgd", (1, 1, 1), dict(pp_size=3)), 0.03, 10
     delay = [0.0]
 
@@ -326,8 +296,7 @@ def a_slow_link_is_named() -> None:
         for step in range(steps):
             delay[0] = slow if step > 3 else 0.0
             plugin.execute_pipeline(batches, model, loss_of, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer)
     (words,) = [call.args[0] for call in printed.call_args_list]
     assert re.match(r"after step 8, the link between rank 1 on n1 and rank 2 on n2 takes \S+ ms", words), words
     fast, measured = plugin.drift.links
@@ -423,8 +392,6 @@ def a_script_that_keeps_parts_of_the_model_is_warned() -> None:
 
 @on(2)
 def modes_and_frozen_parameters_move_along() -> None:
-    """And each rank keeps its own random state."""
-
     def switch(step: int, model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
         if step == 1:

@@ -22,6 +22,7 @@ from tests.support.training import (
     boost,
     by_labels,
     loss_of,
+    make_step,
     ours,
     sgd,
     theirs,
@@ -52,8 +53,7 @@ def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]
             expected += part.detach()
         assert torch.equal(loss, expected)
         for each in (run, other):
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            make_step(each.optimizer)
         assert run.optimizer.get_grad_norm() == other.optimizer.get_grad_norm() > MAX_NORM
     assert_same_parameters(run.parameters, other.parameters, str(options))
 
@@ -72,7 +72,6 @@ def check_each_as_an_accumulating_loop() -> None:
 
 
 def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
-    """What is returned with and without gradients, also for batches of other sizes in evaluation."""
     run = boost(planned(plan), make_optimizer=sgd)
     steps: list[tuple[int, bool, bool, bool]] = [  # samples, training, return_loss, return_outputs
         (8, True, True, True),
@@ -93,8 +92,7 @@ def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
         results.append({key: None if value is None else value.detach() for key, value in result.items()})
         assert all(value is None or not value.requires_grad for value in result.values())
         if training:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            make_step(run.optimizer)
     return results
 
 
@@ -110,7 +108,6 @@ def test_results_are_those_of_colossalais_pipeline() -> None:
 
 @on(2)
 def check_without_a_plan() -> None:
-    """The plugin's arguments for a pipeline also divide a batch without one."""
     for sizes in (dict(num_microbatches=4), dict(microbatch_size=2), {}):
         run = boost(ours(tp_size=1, **sizes), make_optimizer=sgd)
         counted: list[int] = []
@@ -138,7 +135,6 @@ class OwnDict(dict[str, Any]): ...
 @on(2, PP2)
 @on(3, UNEQUAL)
 def batches_may_be_any_mapping(plan: Plan) -> None:
-    """The batch is any mapping, or has one inside; with and without gradients."""
     run = boost(planned(plan), make_optimizer=sgd)
     images, labels = (part[share(run.plugin)] for part in images_and_labels(0, plan.global_batch))
 
@@ -173,8 +169,7 @@ def uneven_batches_are_trained_with_the_same_loop() -> None:
     model, optimizer, _, loader, _ = booster.boost(model, sgd(model), loss_of, loader)
     for batch in loader:
         booster.execute_pipeline(iter([batch]), model, by_labels, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     train_alone(alone, sgd(alone), zip(images.split(7), labels.split(7), strict=True))
     for key, value in alone.state_dict().items():
         torch.testing.assert_close(model.unwrap().state_dict()[key], value, rtol=1e-4, atol=1e-6, msg=key)

@@ -35,7 +35,6 @@ CPU = DeviceKind("cpu", 10**9, 1e9)
 
 
 def cluster(speeds: tuple[float, ...]) -> Topology:
-    """One node of CPUs with these speeds, relative to full speed."""
     memory = Channel("shared memory", 1e9, 1e-5)
     devices = tuple(Device(CPU, node=0, cluster=0, speed=speed) for speed in speeds)
     node = Node("here", 0, tuple(range(len(speeds))), memory, (Channel("Ethernet", 1e8, 1e-4),))
@@ -288,7 +287,6 @@ def impossible_numbers_of_layers_are_refused() -> None:
 
 
 def t5() -> T5ForConditionalGeneration:
-    """A T5 with 4 blocks in its encoder, as many as the plan divides, and 3 in its decoder."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, d_model=24, d_kv=6, d_ff=36, num_heads=4, num_layers=4, num_decoder_layers=3)
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
@@ -296,7 +294,6 @@ def t5() -> T5ForConditionalGeneration:
 
 @on(2)
 def an_encoder_with_a_decoder_is_refused() -> None:
-    """A T5 cannot be divided as planned; Colossal-AI divides it as the refusal says."""
     options = dict(pp_size=2, num_microbatches=MICRO_BATCHES, precision="fp32")
     for refusing in (planned(PLAN), HeteroHybridParallelPlugin(tp_size=1, num_layers_per_stage=[4, 3], **options)):
         with pytest.raises(ValueError, match=r"T5 .*; leave out plan and num_layers_per_stage, and give pp_size=2"):

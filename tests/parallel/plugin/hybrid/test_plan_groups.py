@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.group_networks import Adapter, Network
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid import planned_mesh as groups
 from colossal_hetero.plugin.hybrid.planned_mesh import make_group, ordered_group
 from tests.support.checks import on
+from tests.support.machines import of_nodes
 from tests.support.planned_runs import train_alone, train_planned
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import boost, sgd, tiny_vit
@@ -50,13 +51,8 @@ PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3))
 
 
 def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "cpu", size: int = 2) -> Topology:
-    """Two nodes of ``size`` devices each, with NICs of these kinds."""
-    kind = DeviceKind(device, 10**9, 1e9)
-    nodes = tuple(
-        Node(f"node {number}", 0, tuple(range(size * number, size * (number + 1))), Channel("PCIe", 1e10), (nic,))
-        for number, nic in enumerate(Channel(name, 1e8) for name in kinds)
-    )
-    return Topology(tuple(Device(kind, node=rank // size, cluster=0) for rank in range(2 * size)), nodes, ("here",))
+    inside, devices = Channel("PCIe", 1e10), [DeviceKind(device, 10**9, 1e9)] * size
+    return of_nodes((devices, inside, (Channel(nic, 1e8),)) for nic in kinds)
 
 
 def check_interfaces(
@@ -97,7 +93,6 @@ def groups_communicate_over_the_network_between_their_members() -> None:
 
 @on(3)
 def layers_of_unequal_replicas_are_summed_over_the_networks_of_the_plan() -> None:
-    """Rank 0 is in a node of its own."""
     plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
     # The pipeline inside a node, the first block, the other blocks.
     check_interfaces(plan, two_nodes(), {(1, 2): None, (0, 1): "lo", (0, 2): "lo"})

@@ -135,7 +135,6 @@ def training_equals_that_of_one_process() -> None:
 
 
 def check_weights(run: Trained, alone: nn.Module, **tolerance: float) -> None:
-    """Assert that this stage has the blocks of the plan, with the weights of the reference."""
     held = {name: value for name, value in run.model.unwrap().state_dict().items() if value is not None}
     (stage,) = [stage for each in run.plugin.plan.replicas for stage in each.stages if dist.get_rank() in stage.ranks]
     assert {int(name.split(".")[1]) for name in held if name.startswith("blocks.")} == set(range(*stage.blocks))

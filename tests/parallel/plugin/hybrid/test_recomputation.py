@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 
@@ -21,29 +21,20 @@ from tests.support.model_families import allow_cpu
 from tests.support.planned_runs import train_planned
 from tests.support.planning import make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.sharding import randomize
 from tests.support.training import assert_same_parameters, boost, pipeline_step, scripted, sgd, tiny_vit
 
 DROPOUT = 0.2
-
-
-def gpt2_with_dropout() -> nn.Module:
-    sizes = dict(vocab_size=101, n_positions=16, n_embd=24, n_layer=4, n_head=4)
-    drops = dict(resid_pdrop=DROPOUT, embd_pdrop=DROPOUT, attn_pdrop=DROPOUT, attn_implementation="eager")
-    return randomize(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops)))
-
-
-def llama_with_cache() -> nn.Module:
-    model = unequal.llama()
-    model.config.use_cache = True
-    return model
 
 
 def vit_with_dropout() -> nn.Module:
     return tiny_vit(depth=4, proj_drop_rate=DROPOUT, attn_drop_rate=DROPOUT, drop_path_rate=DROPOUT)
 
 
-MODELS = unequal.MODELS | {each.__name__: each for each in (gpt2_with_dropout, llama_with_cache, vit_with_dropout)}
+MODELS = unequal.MODELS | dict(
+    gpt2_with_dropout=partial(unequal.gpt2, dropout=DROPOUT),
+    llama_with_cache=partial(unequal.llama, use_cache=True),
+    vit_with_dropout=vit_with_dropout,
+)
 
 
 def recomputing(plan: Plan, stages: Collection[tuple[int, int]]) -> Plan:
@@ -151,16 +142,12 @@ def a_stage_that_recomputes_migrates_work_of_a_slow_rank() -> None:
 
 
 class Plain(nn.Module):
-    """A model that does not say whether its blocks can run twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
 
 
 class WithoutBlocks(nn.Linear):
-    """A model that has no blocks, which may run twice."""
-
     supports_gradient_checkpointing = True
 
     def __init__(self) -> None:

@@ -94,7 +94,6 @@ def what_cannot_be_divided_is_refused() -> None:
 
 
 def deep(family: str, tied: bool) -> tuple[nn.Module, Inputs]:
-    """A model of five blocks in fp64, and a batch of four samples."""
     model, inputs = BUILDERS[family]()
     config = model.config
     setattr(config, {"gpt2": "n_layer"}.get(family, "num_hidden_layers"), 5)

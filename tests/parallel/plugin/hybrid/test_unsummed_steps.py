@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
 from tests.support.checks import on
 from tests.support.language_models import gpt2, tokens
-from tests.support.training import CLASSES, Trained, assert_same_parameters, batch, boost, loss_of, ours, sgd, tiny_vit
+from tests.support.training import (
+    CLASSES,
+    Trained,
+    assert_same_parameters,
+    batch,
+    boost,
+    loss_of,
+    make_step,
+    ours,
+    sgd,
+    tiny_vit,
+)
 
 UNSUMMED = r"inside no_sync\(\), so the ranks have different gradients"
 SAMPLES = 4  # of a batch of one replica
@@ -43,12 +54,10 @@ def execute_both(run: Trained) -> None:
 
 
 def finish(run: Trained) -> None:
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    make_step(run.optimizer)
 
 
 def check_refused(run: Trained, words: str = UNSUMMED) -> None:
-    """The step is refused and changes nothing, and ``zero_grad`` lets training go on."""
     before = run.parameters
     with pytest.raises(RuntimeError, match=words):
         run.optimizer.step()
@@ -63,8 +72,7 @@ def check_as_alone(run: Trained, steps: list[list[int]], tolerance: float) -> No
         for number in numbers:
             images, labels = map(torch.cat, zip(*(batch(number, each, SAMPLES) for each in range(2)), strict=True))
             loss_of(model(images), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     for name, value in run.parameters.items():
         expected = model.get_parameter(name)
         torch.testing.assert_close(value.float(), expected, rtol=1e-4, atol=tolerance, msg=name)
@@ -188,7 +196,6 @@ def check_static_graph() -> None:
 
 @on(2)
 def check_unused() -> None:
-    """Each rank does not use some parameters."""
     model: Any = tiny_vit()
     model.last = nn.ModuleList([nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)])
     model.register_forward_hook(lambda model, _, logits: model.last[dist.get_rank()](logits))

@@ -35,7 +35,7 @@ from tests.support import training
 from tests.support.checks import on
 from tests.support.language_models import gpt2, tokens
 from tests.support.planned_runs import ZERO_BUBBLE
-from tests.support.training import assert_same_parameters, boost, ours, pipeline_step, sgd, theirs, tiny_vit
+from tests.support.training import assert_same_parameters, boost, make_step, ours, pipeline_step, sgd, theirs, tiny_vit
 from tests.support.zero_runs import boosted, fit, unmeasured
 
 ON = dict(overlap_communication=True, overlap_allgather=True)
@@ -108,9 +108,7 @@ def train(
             # In stage 1, gradients are summed over ranks once per global batch. So every rank may use a parameter in
             # another micro-batch; here all but rank 0 use it only in the first one.
             net.uses_all = stage == 2 or dist.get_rank() == 0 or loader.current.step == 0
-            optimizer.backward(criterion(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer, criterion(model(inputs), targets))
     return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
@@ -177,8 +175,7 @@ def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass(
             if number == 1:
                 hook.remove()
                 break
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer)
             after_step = late()
     assert events.index("last layer") < events.index("sum") < events.index("first layer")
     assert events[-1] == "sum" and after_step == [True, True] and in_forward == [False, True]
@@ -229,9 +226,7 @@ def nobody_reads_unfinished_parameters(folder: Path) -> None:
     with finished_late():
         for reader in READERS:
             inputs, targets = next(batches)
-            optimizer.backward(criterion(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer, criterion(model(inputs), targets))
             assert isinstance(net.first.weight, LateParameter), reader
             value = read(reader, inputs).detach()
             # Only rank 0 reads what it saves.
@@ -318,7 +313,6 @@ def a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> No
 
 
 def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
-    """Two backward passes for each step, with sequence parallelism."""
     run = boost(plugin, gpt2(), sgd)
     for step in range(2):
         for part in range(2):
@@ -327,8 +321,7 @@ def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
             with nullcontext() if sums else run.booster.no_sync(run.model, run.optimizer):
                 loss = run.model(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))["loss"]
                 run.booster.backward(loss, run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        make_step(run.optimizer)
     return list(run.parameters.values())
 
 
@@ -343,7 +336,6 @@ def parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
 
 @on(2)
 def with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
-    """A backward pass of one optimizer, and a step of another one."""
     model = tiny_vit()
     parameters = list(model.parameters())
     booster = Booster(plugin=ours(tp_size=1, precision="fp32", zero_stage=1))
@@ -388,7 +380,6 @@ ESTABLISHED = 1  # the state of a connection that is open at both ends
 
 
 def sent_bytes() -> int:
-    """Bytes that this process has sent over its TCP connections and that have arrived, headers of messages included."""
     return sum(arrived_bytes(int(number)) for number in os.listdir("/proc/self/fd"))
 
 

@@ -188,7 +188,6 @@ def fail_in(passes: list[int], gradient: Tensor) -> None:
 @on(2, 0)
 @on(2, 1)
 def gradients_of_a_pass_that_failed_are_forgotten(zero_stage: int) -> None:
-    """The last pass of a batch fails when some sums have been started, after gradients of another batch were summed."""
     plan = unequal_plan(*(make_plan([[[rank]]], [4], 2, count) for rank, count in enumerate((3, 1))))
     small = dict(zero_stage=1, zero_bucket_size_in_m=500 / 2**20)
     values = []

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from tests.support import zero_runs
 from tests.support.checks import if_thorough, on
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import make_step
 from tests.support.zero_runs import Boosted, assert_trained, boosted, fit, flat, global_batches, unmeasured
 
 SAMPLES, GLOBAL_BATCH = 32, 8
@@ -39,8 +40,6 @@ class Images(Dataset):
 
 
 class Sequences(Images):
-    """Sequences of unlike lengths, ``[length, 6]``, each with a label."""
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return torch.randn(1 + index % 4, 6, generator=torch.Generator().manual_seed(index)), index % 3
 
@@ -99,8 +98,7 @@ def samples_that_the_loop_leaves_out_are_refused() -> None:
         inputs, targets = next(iter(loader))
         for part in (slice(0, 1), slice(1, None)):  # in parts, but all of them
             optimizer.backward(cross_entropy(model(inputs[part]), targets[part]) * len(inputs[part]) / len(inputs))
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
         inputs, targets = next(iter(loader))
         optimizer.backward(cross_entropy(model(inputs[1:] * 2), targets[1:]))
         with pytest.raises(RuntimeError, match=r"the model was given \d+% of the samples of micro-batch 0"):
@@ -210,8 +208,7 @@ def train(batches: Any, model: Any, optimizer: Any, every: int, backward: Any, m
         mean = mean_of(loss)
         means += [] if mean is None else [mean]
         if mean is not None and len(means) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer)
     return flat(model), means
 
 

@@ -17,6 +17,7 @@ from colossal_hetero.data_parallel import attach
 from tests.support import zero_runs
 from tests.support.checks import on
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import make_step
 from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, fit, flat, make_model, unmeasured
 
 ZERO = (0, 1, 2, 3)
@@ -96,8 +97,7 @@ def batch_normalization_of_single_values_trains_with_two_samples_or_more(divisio
             inputs, targets = zip(*(data[index] for index in range(done, done + size)), strict=True)
             (cross_entropy(model(torch.stack(inputs)), torch.stack(targets)) * size / 8).backward()
             done += size
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     assert_trained([trained], kinds, flat(model), atol=1e-5)
 
 
@@ -153,7 +153,6 @@ def single_samples_are_refused(folder: Path) -> None:
 
 
 def change_kinds(path: str, **changes: Any) -> None:
-    """Rank 0 changes what the profile at ``path`` says of each kind: functions of its number, by name."""
     dist.barrier()
     if dist.get_rank() == 0:
         content = json.loads(Path(path).read_text())

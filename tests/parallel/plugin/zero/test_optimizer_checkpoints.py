@@ -126,7 +126,6 @@ def can_load(source: str, target: str) -> bool:
 
 @unmeasured
 def exchange(place: Path) -> dict[str, torch.Tensor]:
-    """Save in each layout in the middle of the second epoch, and finish it from each checkpoint that can be loaded."""
     runs = {layout: Run(layout) for layout in LAYOUTS}
     for layout, run in runs.items():
         run.train(0)
@@ -151,7 +150,6 @@ def exchange(place: Path) -> dict[str, torch.Tensor]:
 
 @unmeasured
 def resume(place: Path) -> dict[str, torch.Tensor]:
-    """As :func:`exchange`, of one checkpoint for each layout that other ranks have saved."""
     found = {}
     for layout in LAYOUTS:
         run = Run(layout)
@@ -173,7 +171,6 @@ def test_training_continues_at_the_same_stage_and_on_more_ranks(tmp_path: Path) 
 
 @unmeasured
 def load_others(place: Path) -> None:
-    """A checkpoint of nested wrappers (in fp16 and at stage 0, one is in another one), and what is no checkpoint."""
     run = Run("stage 0", precision="fp16")
     run.train(0)
     before = [value.clone() for value in (*run.states(), flat(run.model))]

@@ -21,8 +21,6 @@ PARTS = {2: [[4, 2], [1, 1]], 3: [[2, 2], [2, 0], [1, 1]]}
 
 
 class Mixed(Dataset):
-    """Samples of several tasks. Some have a second input, and none has in the second global batch."""
-
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         self.inputs = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=generator)
@@ -38,8 +36,6 @@ class Mixed(Dataset):
 
 
 class Heads(nn.Module):
-    """A head per task, experts that are chosen by the input, and layers that are used now and then."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)

@@ -21,7 +21,7 @@ from colossal_hetero.data_parallel import busy_timer
 from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
 from tests.support.checks import of_all_ranks, on
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import CLASSES, tiny_vit
+from tests.support.training import CLASSES, make_step, tiny_vit
 from tests.support.zero_runs import Net, Numbered, boosted, make_optimizer, sizes_by_rank, unmeasured
 
 FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
@@ -29,8 +29,6 @@ FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
 
 
 class NumberedImages(Dataset):
-    """Images whose last value is their number."""
-
     def __len__(self) -> int:
         return len(Numbered())
 
@@ -48,8 +46,6 @@ class Clock:
 
 
 class SlowNet(Net):
-    """A model whose passes take time on the clock, and whose sum of gradients does too."""
-
     clock: Clock | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -111,9 +107,7 @@ def measure(stage: int, division: list[list[int]]) -> list[TimedGlobalBatch]:
         for inputs, targets in loader:
             loss = criterion(trained(inputs), targets)
             dist.all_reduce(torch.zeros(1))  # as scripts do for their logs
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer, loss)
             if loader.current.is_last:
                 clock.advance(1000.0)  # as an evaluation
         return plugin.batch_balancer._timer.take()
@@ -138,7 +132,6 @@ def the_timer_tells_work_from_waiting(stages: tuple[int, ...], division: list[li
 
 @on(3)
 def collectives_inside_a_replica_are_its_work() -> None:
-    """Two collectives in a replica of ranks 0 and 1, and one between replicas."""
     inside, between, rank = dist.new_group([0, 1]), dist.new_group([1, 2]), dist.get_rank()
     with moved_clock():
         timer = BusyTimer([0, 0, 1])
@@ -192,8 +185,7 @@ def change_speed(
                 work = sum(max(size, 1) for size in sizes) * (slowdown if dist.get_rank() == slow else 1.0)
                 timed.append(TimedGlobalBatch(tuple(sizes), work, 0.0, 50.0, 0.0))
                 sizes = []
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer)
         assert sorted(itertools.chain(*of_all_ranks(ids))) == list(range(len(Numbered())))
         samples.append([share.samples for share in plugin.batch_balancer.allocation.shares])
     return samples, plugin, [numbers["iteration"] for numbers in given]

@@ -23,7 +23,6 @@ def penalty_of_its_own(script: Script, batch: Batch) -> None:
 
 
 def rate_of_each_part(script: Script, batch: Batch) -> None:
-    """Change the learning rate after each batch of the loader, without a schedule that could be found."""
     script.train_with(batch)
     for group in script.optimizer.param_groups:
         group["lr"] *= 0.9

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
-from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -19,7 +18,7 @@ from tests.support import zero_runs
 from tests.support.checks import if_thorough, of_all_ranks, on
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
+from tests.support.training import make_step, zero_plugin
 from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, flat, make_model, unmeasured
 
 GLOBAL_BATCH, EPOCHS, RATE = 8, 2, 0.1
@@ -74,8 +73,7 @@ class Script:
         self.update()
 
     def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        make_step(self.optimizer)
 
     def log(self, number: Any) -> None:
         if self.loader.is_last:
@@ -133,7 +131,6 @@ def prefetched(script: Script) -> None:
 
 
 def accumulated(script: Script, no_sync: bool = False) -> None:
-    """Step after every third batch; with ``no_sync``, all but the last of them are in its block."""
     for number, batch in enumerate(script.all_batches(), 1):
         is_due = number % 3 == 0
         with script.booster.no_sync(script.model, script.optimizer) if no_sync and not is_due else nullcontext():
@@ -143,7 +140,6 @@ def accumulated(script: Script, no_sync: bool = False) -> None:
 
 
 def only_at_the_last(script: Script, batch: Batch) -> None:
-    """Step only where the global batch is complete, and log the mean loss there."""
     loss = script.loss(batch)
     script.booster.backward(loss, script.optimizer)
     mean = script.loader.mean(loss)
@@ -163,7 +159,6 @@ def every_third_global_batch(script: Script) -> None:
 
 
 def evaluation_mode(script: Script) -> None:
-    """Train a model in evaluation mode, and run other data through it in training mode without a backward pass."""
     script.model.eval()
     for batch in script.all_batches():
         script.train_with(batch)
@@ -186,7 +181,6 @@ def two_forwards_first(script: Script, batch: Batch) -> None:
 
 
 def parts_of_two_outputs(script: Script, batch: Batch) -> None:
-    """Losses of different samples of one forward pass, and a penalty of the parameters."""
     losses = cross_entropy(script.model(batch[0]), batch[1], reduction="none")
     script.optimizer.backward(losses[::2].sum() / len(losses), retain_graph=True)
     script.optimizer.backward(losses[1::2].sum() / len(losses), retain_graph=True)
@@ -206,8 +200,6 @@ def own_zero_grad(script: Script, batch: Batch) -> None:
 
 
 def between(use: Callable[[Script], Any]) -> Loop:
-    """The usual loop, which calls ``use`` between backward pass and step."""
-
     def iteration(script: Script, batch: Batch) -> None:
         script.backward(batch)
         use(script)
@@ -411,8 +403,7 @@ def train_alone(run: Run, batches: list[list[int]]) -> tuple[Tensor, list[float]
             clip_grad_value_(model.parameters(), NORM / 4)
         for parameter in model.parameters() if name == "mask" else ():
             parameter.grad = mask(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     return flat(model), numbers
 
 
@@ -465,19 +456,12 @@ def two_models() -> tuple[nn.Module, nn.Module]:
 
 
 def adversarial(models: Any, optimizers: Any, batches: Any) -> list[Tensor]:
-    """Train a generator and a discriminator, each with an optimizer. The one that is not trained is frozen."""
-
-    def update(optimizer: Any, loss: Tensor) -> None:
-        optimizer.backward(loss) if isinstance(optimizer, OptimizerWrapper) else loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     (generator, discriminator), (first, second) = models, optimizers
     for inputs, _ in batches:
         made = generator(inputs)
-        update(second, softplus(discriminator(made.detach()) - discriminator(inputs)).mean())
+        make_step(second, softplus(discriminator(made.detach()) - discriminator(inputs)).mean())
         discriminator.requires_grad_(False)
-        update(first, softplus(-discriminator(made)).mean())
+        make_step(first, softplus(-discriminator(made)).mean())
         discriminator.requires_grad_(True)
     return [flat(each) for each in models]
 

@@ -27,8 +27,6 @@ DIVISION = [[3, 2], [1, 2]]
 
 
 class Sentences(Dataset):
-    """Sentences of unequal lengths as dicts, like the samples of data sets for transformers."""
-
     def __len__(self) -> int:
         return 21
 
@@ -62,7 +60,6 @@ def fine_tune(stage: int, optimizer: type[torch.optim.Optimizer] = torch.optim.S
 @on(2)
 @unmeasured
 def fine_tuning_a_transformer_equals_that_of_one_process() -> None:
-    """A transformer that recomputes at each stage, and one that Colossal-AI's own optimizer trains."""
     model = make_transformer()
     expected = fit(model, torch.optim.SGD(model.parameters(), lr=0.05), global_batches(Sentences(), 8), own_loss)
     stages = (0, 1, 2, 3)
@@ -173,7 +170,6 @@ def sgd_of_adapters(model: nn.Module) -> torch.optim.Optimizer:
 @on(2)
 @unmeasured
 def adapters_are_trained_as_in_one_process(folder: Path) -> None:
-    """Train an epoch, save, train, load, and train again."""
     alone, shapes = make_lora(), []
     optimizer: Any = sgd_of_adapters(alone)
     once, twice = (fit(alone, optimizer, global_batches(Sentences(), GLOBAL_BATCH), own_loss) for _ in range(2))
