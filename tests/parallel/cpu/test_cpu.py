@@ -12,10 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.pipeline import p2p
-from colossalai.shardformer.layer import (
-    FusedLinear1D_Col,
-    GPT2FusedLinearConv1D_Col,
-)
+from colossalai.shardformer.layer import FusedLinear1D_Col, GPT2FusedLinearConv1D_Col
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -78,10 +75,7 @@ FUSED_LAYERS = {
 
 
 def run_two() -> dict[str, Any]:
-    return dict(
-        sends=send_without_a_receiver(3),
-        fused=[gather_output(kind) for kind in FUSED_LAYERS],
-    )
+    return dict(sends=send_without_a_receiver(3), fused=[gather_output(kind) for kind in FUSED_LAYERS])
 
 
 @without_gpu

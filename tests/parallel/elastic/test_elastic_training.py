@@ -41,11 +41,7 @@ STEPS = 10
 
 
 def check(
-    nodes: Sequence[str],
-    kills: Mapping[int, Kill],
-    joins: Mapping[str, int],
-    warned: Mapping[int, int],
-    **options: Any,
+    nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int], warned: Mapping[int, int], **options: Any
 ) -> Outcome:
     outcome = run_job(nodes, STEPS, kills, joins, warned, **options)
     assert outcome.errors == []

@@ -164,12 +164,7 @@ def arguments_that_cannot_work_are_refused() -> None:
     boosts: list[tuple[Any, str, Any, Any]] = [
         (ValueError, r"no policy for tests\..*\.test_hybrid_plugin\.OtherModel", {}, OtherModel()),
         (ValueError, r"tp_size=2 does not divide both the number of heads \(3\)", {}, tiny_vit(num_heads=3)),
-        (
-            ValueError,
-            r"tp_size=2 (ranks: The number of|does not divide) .*num_attention_heads=3",
-            {},
-            few,
-        ),
+        (ValueError, r"tp_size=2 (ranks: The number of|does not divide) .*num_attention_heads=3", {}, few),
         (ValueError, r"'resize' .* fp8_communication=True", dict(balance=RESIZE, fp8_communication=True), None),
         (ValueError, r"different BalanceConfigs: rank 0 .*'off'.*, rank 1 .*'resize'", dict(balance=different), None),
         (RuntimeError, r"attn.c_attn .* lora adapters has no tensor-parallel", {}, get_peft_model(gpt2(), adapters)),
