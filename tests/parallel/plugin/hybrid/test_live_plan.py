@@ -36,7 +36,7 @@ from tests.support.layer_profiles import layer_times
 from tests.support.machines import of_nodes
 from tests.support.planned_runs import share
 from tests.support.planning import predict_plan
-from tests.support.training import make_step, tiny_vit
+from tests.support.training import tiny_vit
 
 MICRO_BATCH, GLOBAL_BATCH, BLOCKS = 2, 16, 6
 BLOCK_SECONDS = 0.1
@@ -106,7 +106,7 @@ class Case(NamedTuple):
     planning: dict[str, Any] = {}  # noqa: RUF012
     tp: int = 1
     dtype: torch.dtype = torch.float64
-    moves: int = 6
+    moves: int = 3
 
     @property
     def max_norm(self) -> float:
@@ -116,9 +116,7 @@ class Case(NamedTuple):
     @property
     def slow(self) -> list[int | None]:
         """The rank that is slow in each phase; nobody in the first and the last one."""
-        ranks = sum(self.nodes)
-        one_after_the_other: list[int | None] = [*reversed(range(ranks))]
-        return [None, *([1, None, 0, None, 1] if ranks == 2 else one_after_the_other), None]
+        return [None, *reversed(range(sum(self.nodes))), None]
 
 
 def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
@@ -241,24 +239,26 @@ def slow_soon(
     model: nn.Module | None = None,
     steps: int = 8,
     dtype: Any = torch.float64,
+    nodes: tuple[int, ...] = (1, 1),
+    straggler: int | None = 1,
     **options: Any,
 ) -> tuple[Any, Any, list[str]]:
-    """Train a ViT of which rank 1 is slow from the third step on; ``script(step, model, optimizer)`` runs before each
+    """Train a ViT of which a rank is slow from the third step on; ``script(step, model, optimizer)`` runs before each
     step. Returns the plugin, the model, and what rank 0 prints."""
-    case = Case("vit", "sgd", (1, 1), dict(pp_size=2) | options, dtype=dtype)
+    case = Case("vit", "sgd", nodes, dict(pp_size=len(nodes)) | options, dtype=dtype)
     with (
         patch.object(drift, "StageClock", Clock),
         patch.object(planned_run, "WINDOW", WINDOW),
         patch.object(live_plan, "_iteration_seconds", lambda _: None),
         patch.object(live_plan, "print_on_rank_0") as printed,
     ):
-        plugin = Clock.plugin = plugin_of(case, cluster(case.nodes))
+        plugin = Clock.plugin = plugin_of(case, cluster(nodes))
         model = MODELS["vit"]().double() if model is None else model
         booster = Clock.booster = Booster(plugin=plugin)
         model, optimizer, *_ = booster.boost(model, make_optimizer(model, "sgd"), loss_of)
         batches = own_batches(case, plugin, None, steps)
         for step in range(steps):
-            Clock.slow = 1 if step > 1 else None
+            Clock.slow = straggler if step > 1 else None
             script(step, model, optimizer)
             booster.execute_pipeline(batches, model, loss_of, optimizer)
             optimizer.step()
@@ -271,33 +271,24 @@ def zero_grad(step: int, model: Any, optimizer: Any) -> None:
 
 @on(3)
 def a_slow_link_is_named() -> None:
-    case, slow, steps = Case("vit", "sgd", (1, 1, 1), dict(pp_size=3)), 0.03, 10
-    delay = [0.0]
+    """Messages between ranks 1 and 2 wait for a moment, beginning in the fifth step."""
+    slow, delay = 0.03, [0.0]
 
     def wait(neighbor: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if {dist.get_rank(), neighbor} == {1, 2}:
             time.sleep(delay[0])
         return method(*args, **kwargs)
 
-    with (
-        patch.object(drift, "StageClock", Clock),
-        patch.object(planned_run, "WINDOW", WINDOW),
-        patch.object(live_plan, "print_on_rank_0") as printed,
-    ):
-        plugin = Clock.plugin = plugin_of(case, cluster(case.nodes))
-        Clock.slow, comm = None, plugin.scheduler.comm
-        for name, (side, sends, _) in link_times._METHODS.items():
+    def script(step: int, model: Any, optimizer: Any) -> None:
+        zero_grad(step, model, optimizer)
+        delay[0] = slow if step > 3 else 0.0
+        comm = Clock.plugin.scheduler.comm
+        for name, (side, sends, _) in link_times._METHODS.items() if not step else ():
             if sends:
-                neighbor = comm.stage_manager.get_next_rank() if side > 0 else comm.stage_manager.get_prev_rank()
-                wrap_method(comm, name, partial(wait, neighbor))
-        model = MODELS["vit"]().double()
-        model, optimizer, *_ = Booster(plugin=plugin).boost(model, make_optimizer(model, "sgd"), loss_of)
-        batches = own_batches(case, plugin, None, steps)
-        for step in range(steps):
-            delay[0] = slow if step > 3 else 0.0
-            plugin.execute_pipeline(batches, model, loss_of, optimizer)
-            make_step(optimizer)
-    (words,) = [call.args[0] for call in printed.call_args_list]
+                stages = comm.stage_manager
+                wrap_method(comm, name, partial(wait, stages.get_next_rank() if side > 0 else stages.get_prev_rank()))
+
+    plugin, _, (words,) = slow_soon(script, steps=10, nodes=(1, 1, 1), straggler=None)
     assert re.match(r"after step 8, the link between rank 1 on n1 and rank 2 on n2 takes \S+ ms", words), words
     fast, measured = plugin.drift.links
     assert fast.ranks == (0, 1) and not fast.matters and fast.seconds < slow / 2
