@@ -180,17 +180,9 @@ def the_default_gives_way_to_graphs_and_other_plugins() -> None:
 
 
 @on(2)
-def arguments_of_reports_are_checked_and_callbacks_may_fail() -> None:
+def callbacks_may_fail() -> None:
     with scripted(slow(1)), sentences() as said:
         run = boost(ours(AUTO, tp_size=2, on_report=lambda numbers: 1 / 0, report_every=4))
         train(run, 9, each=lambda iteration: run.plugin.report())
     failed = [each for each in said if "on_report failed after iteration" in each]
     assert len(failed) == (2 if dist.get_rank() == 0 else 0)
-    every = 10 if dist.get_rank() == 0 else 20
-    with pytest.raises(ValueError, match="report_every must be the same on all ranks: rank 0 has 10, rank 1 20"):
-        boost(ours(tp_size=2, report_every=every))
-    with pytest.raises(TypeError, match="on_report=3 is not a function"):
-        ours(tp_size=2, on_report=3)
-    for bad in (0, 2.5, True):
-        with pytest.raises(ValueError, match=r"report_every=.* must be a number of optimizer steps, at least 1"):
-            ours(tp_size=2, report_every=bad)

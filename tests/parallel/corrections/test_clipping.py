@@ -216,13 +216,3 @@ def clipping_after_units_moved() -> None:
             torch.testing.assert_close(gradient, before[name] * (MAX_NORM / norms[-1]), rtol=1e-2, atol=1e-6)
     assert run.plugin.balancer.has_resharded
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
-
-
-@on(2)
-def clipping_shards_is_refused() -> None:
-    options = dict(tp_size=1, precision="bf16", zero_stage=1)
-    for plugin in (theirs(**options), ours(**options, fp8_communication=True)):
-        run = boost(plugin, None, sgd)
-        for clip in (run.optimizer.clip_grad_by_norm, run.optimizer.clip_grad_by_value):
-            with pytest.raises(ValueError, match="give the plugin max_norm"):
-                clip(MAX_NORM)

@@ -235,18 +235,6 @@ def resizing_is_refused_with_options_that_exclude_it() -> None:
     assert type(layer) is HeteroLinear1D_Col
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        *((dict(prune=ratio), r"outside \[0, 1\)") for ratio in (-0.1, 1.0, 1.5, float("nan"))),
-        (dict(prune=0.5, imputation="mean"), r"'mean'.*zero, average, same"),
-    ],
-)
-def test_impossible_workloads_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Workload(select=lambda x, weight, count: torch.arange(1), **options)
-
-
 def train_layer(layer: Any, kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
     for step in range(2):

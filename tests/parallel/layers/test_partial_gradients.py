@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.checks import on
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import Trained, boost, ours, theirs, tiny_vit
+from tests.support.training import Trained, boost, theirs, tiny_vit
 from tests.support.uneven_runs import backward_of, relieve, relieved_run, train_in_parts
 
 STEPS = 4
@@ -151,19 +151,3 @@ def colossalais_plugin_with_our_policy_trains_like_one_process() -> None:
         assert type(run.plugin) is HybridParallelPlugin
         losses = train_in_parts(run.model, [run.optimizer], backward_of(run), STEPS)
         assert_equal(run, losses, alone(name), name)
-
-
-class Scales(nn.Module):
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.scales = nn.Parameter(torch.ones(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scales
-
-
-@on(2)
-def a_parameter_with_an_element_for_each_feature_is_refused() -> None:
-    for make in (partial(Scales, 60), partial(nn.PReLU, 60)):
-        with pytest.raises(ValueError, match=r"^blocks\.0\.mlp\.act\.\w+ has an element for each of the 60 features"):
-            boost(ours(tp_size=2), tiny_vit(act_layer=make), sgd)

@@ -101,24 +101,6 @@ def clipping_equals_that_of_one_process(tp_size: int) -> None:
         torch.testing.assert_close(found, train_alone(0.5), rtol=tolerance, atol=tolerance / 10)
 
 
-@on(2)
-def options_that_cannot_be_combined_are_refused() -> None:
-    sequences = dict(enable_sequence_parallelism=True, sp_size=2)
-    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        (dict(pp_size=2, num_microbatches=2), {}, r"combined with a pipeline \(pp_size=2\): a plan gives each"),
-        (dict(zero_stage=2), dict(accumulation="per_rank"), 'accumulation="per_rank" needs zero_stage 0 or 1, not 2'),
-        # Colossal-AI's default mode of sequence parallelism is all_to_all.
-        (sequences, {}, "cannot be combined with sp_size=2"),
-        (sequences | dict(sequence_parallelism_mode="ring_attn"), {}, "cannot be combined with sp_size=2"),
-    ]
-    usual: dict[str, Any] = dict(tp_size=1, pp_size=1, precision="bf16")
-    for options, batches, words in cases:
-        with pytest.raises(ValueError, match=words):
-            HeteroHybridParallelPlugin(batches=BatchConfig(global_batch_size=4, **batches), **(usual | options))
-    with pytest.raises(TypeError, match="is not a BatchConfig"):
-        HeteroHybridParallelPlugin(**usual, batches=8)  # type: ignore[arg-type]
-
-
 SIZE, EIGHT = 51, 8
 KINDS = ("even", "planned", "unequal", "uneven", "ZeRO")
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
-from colossalai.nn.optimizer import Lamb
 from colossalai.pipeline import p2p
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
@@ -237,37 +236,6 @@ def plain_checkpoints_are_loaded_again(folder: Path) -> None:
         undisturbed = train_planned(run, 3, first=2)
         load_checkpoint(loaded, folder / str(sharded), sharded)
         assert train_planned(loaded, 3, first=2) == pytest.approx(undisturbed, rel=1e-6)
-
-
-# What is refused ----------------------------------------------------------------------------------------------------
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    (dict(zero_stage=2, precision="bf16"), "use 0 or 1"),
-    (dict(enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"), "sequence parallelism"),
-    (dict(use_fp8=True), "fp8"),
-    (dict(zero_stage=1, precision="bf16", overlap_allgather=True), "overlap_allgather"),
-]
-
-
-@on(3)
-def what_cannot_be_run_is_refused() -> None:
-    for options, words in REFUSED:
-        with pytest.raises(ValueError, match=f"replicas are not alike.*{words}"):
-            plugin_for(**options)
-        dist.barrier()  # before groups are destroyed
-    plugin = plugin_for(zero_stage=1, precision="bf16")
-    with pytest.raises(ValueError, match="Lamb cannot be sharded"):
-        boost(plugin, vit(), lambda model: Lamb(model.parameters(), lr=1e-3))
-    run = boost(plugin, vit(), sgd)
-    for method in (run.booster.save_optimizer, run.booster.load_optimizer):
-        with pytest.raises(NotImplementedError, match=r"use plugin.save and plugin\.resume"):
-            method(run.optimizer, "nowhere")
-    run = boost(plugin_for(), vit(), sgd)
-    with pytest.raises(NotImplementedError, match="max_norm"):
-        run.optimizer.clip_grad_by_norm(1.0)
-    with pytest.raises(ValueError, match="6, 4 samples of each global batch"):
-        pipeline_step(run, iter([images_and_labels(0, 5)]))
 
 
 @on(3)

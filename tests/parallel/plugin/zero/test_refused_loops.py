@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from tests.parallel.plugin.zero import test_training_loops as loops
 from tests.parallel.plugin.zero.test_training_loops import ALL, NORM, PARTS, Batch, Loop, Script, each
 from tests.support.checks import if_thorough, on
-from tests.support.zero_runs import boosted, unmeasured
+from tests.support.zero_runs import unmeasured
 
 
 def penalty_of_its_own(script: Script, batch: Batch) -> None:
@@ -125,10 +124,3 @@ def loops_that_would_train_to_other_weights_are_refused_on_every_rank() -> None:
                 message = str(error)
             wrong += [] if words in message else [f"{name}, stage {stage}: {message}"]
     assert not wrong, "\n".join(wrong)
-
-
-@on(2)
-@unmeasured
-def optimizers_that_need_a_closure_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^LBFGS\.step needs a closure"):
-        boosted(0, None, lambda model: torch.optim.LBFGS(model.parameters()))

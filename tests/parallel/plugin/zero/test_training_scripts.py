@@ -68,15 +68,6 @@ def fine_tuning_a_transformer_equals_that_of_one_process() -> None:
     assert one.isfinite().all() and torch.equal(one, other)
 
 
-@on(2)
-@unmeasured
-def unequal_collectives_are_refused() -> None:
-    model = make_model()
-    model.synced = nn.SyncBatchNorm(3)
-    with pytest.raises(ValueError, match="SyncBatchNorm"):
-        boosted(1, model, accumulation="per_rank")
-
-
 @on(2, 0)
 @on(2, 3)
 @unmeasured
@@ -146,14 +137,8 @@ def tensors_of_measuring_are_freed() -> None:
 
 @on(2)
 @unmeasured
-def optimizers_of_whole_matrices_are_not_sharded() -> None:
-    def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(model.parameters(), lr=0.05)
-
-    for stage in (1, 2, 3):
-        with pytest.raises(ValueError, match=rf"^Adafactor cannot be sharded by ZeRO \(stage={stage}\), because"):
-            boosted(stage, None, adafactor)
-    assert boosted("auto", None, adafactor).plugin.stage == 0
+def an_optimizer_of_whole_matrices_is_not_sharded() -> None:
+    assert boosted("auto", None, lambda model: torch.optim.Adafactor(model.parameters())).plugin.stage == 0
 
 
 def make_lora(booster: Booster | None = None) -> nn.Module:
@@ -210,33 +195,3 @@ def parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
     expected = fit(model, of_the_last_layer(model), global_batches(Numbered(), GLOBAL_BATCH))
     found = [boosted(stage, None, of_the_last_layer, division=DIVISION).fit() for stage in (0, 3)]
     assert_trained([found], (0, 3), expected)
-
-
-class Angular(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(outputs * self.scale, targets)
-
-
-@on(2)
-def optimizers_that_would_train_something_else_are_refused() -> None:
-    for stage in (0, 3, "auto"):
-        model, criterion = make_model(), Angular()
-        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
-        with pytest.raises(ValueError, match="1 of 7 parameters of the optimizer are not in the model"):
-            boosted(stage, model, optimizer, criterion=criterion)
-    for stage in (0, 1):
-        plugin = zero_plugin(stage, GLOBAL_BATCH)
-        booster, base = Booster(plugin=plugin), make_transformer()
-        optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
-        model = booster.enable_lora(base, lora_config=LoraConfig(task_type="SEQ_CLS", r=2))
-        with pytest.raises(ValueError, match=r"such as .*lora_A.*are not in the optimizer"):
-            booster.boost(model, optimizer, dataloader=plugin.prepare_dataloader(Sentences()))
-    with pytest.raises(ValueError, match="LoRA at stage 3 is not possible"):
-        config = LoraConfig(task_type="SEQ_CLS", r=2)
-        Booster(plugin=zero_plugin(3, GLOBAL_BATCH)).enable_lora(make_transformer(), lora_config=config)
-    with pytest.raises(RuntimeError, match=r"on the meta device, .*; create the model on a device"):
-        boosted(3, make_model().to("meta"))
