@@ -55,13 +55,11 @@ def migrating_run(
     return run
 
 
-def deciding_run(
-    slowdown: SlowdownScript, method: str = "block", model: nn.Module | None = None, **more: Any
-) -> Trained:
-    """A model, by default :func:`small_vit`, whose balancer finds out which rank is slow: a plan applies from the
-    third slow iteration on. ``more`` are choices of the balancing."""
+def deciding_run(slowdown: SlowdownScript, method: str = "block", **more: Any) -> Trained:
+    """A run whose balancer finds out which rank is slow: a plan applies from the third slow iteration on. ``more`` are
+    choices of the balancing."""
     with scripted(slowdown):
-        return boost(ours(migrate(method, **more), tp_size=dist.get_world_size()), model or small_vit(), sgd)
+        return boost(ours(migrate(method, **more), tp_size=dist.get_world_size()), small_vit(), sgd)
 
 
 def give(run: Trained, senders: int | Sequence[int]) -> None:
@@ -104,14 +102,11 @@ class Watch:
     """The plan after each iteration."""
     messages: list[int] = field(default_factory=list)
     """The number of messages that this rank sent in each iteration."""
-    bytes: list[int] = field(default_factory=list)
-    """The bytes of these messages."""
 
     def __call__(self, iteration: int) -> None:
         balancer = self.run.plugin.balancer
         self.plans.append(balancer.plan)
         self.messages.append(sum(sent.messages for sent in balancer.traffic.sent.values()))
-        self.bytes.append(sum(sent.bytes for sent in balancer.traffic.sent.values()))
         balancer.traffic.reset()
 
     def assert_migrated(self, sender: int, what: str) -> None:

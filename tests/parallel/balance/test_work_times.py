@@ -147,10 +147,7 @@ def waiting_in_collectives_is_no_work(place: str) -> None:
 
 
 BY_PRIORITY = dict(priority="priority", priority_interval=2)
-
-
 BY_DIFF = dict(priority="priority-diff", priority_interval=2)
-
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
@@ -203,17 +200,10 @@ def test_waits_are_recorded_with_their_place() -> None:
 
 
 COLLECTIVES = 7
-
-
 """Of a layer: two in the forward pass, one for each of the five column-parallel layers in the backward pass."""
 
-
 MICRO_BATCHES = 2
-
-
 ACTIVATION = 0.5
-
-
 """Milliseconds of an activation function or a norm in the backward pass; half of it in the forward pass."""
 
 

@@ -23,72 +23,46 @@ from colossal_hetero.colossalai_support.cpu import reduce_scatter, sent_directly
 from colossal_hetero.colossalai_support.gpu_over_gloo import batch_through_host, through_host
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage
-from tests.support.harness import run_ranks
+from tests.support.checks import on
 from tests.support.training import batch, loss_of, make_step, tiny_vit
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for hosts without a GPU")
 
-
-def send_without_a_receiver(messages: int) -> list[list[float]]:
+@on(2)
+def a_send_does_not_wait_for_its_receiver() -> None:
     """Both ranks post all their sends, wait for them, reuse the tensor, and only then receive."""
-    peer = 1 - dist.get_rank()
-    outgoing = torch.zeros(3)
-    for number in range(messages):
-        outgoing.fill_(10 * dist.get_rank() + number)
-        for request in p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.isend, outgoing, peer)]):
+    rank, outgoing = dist.get_rank(), torch.zeros(3)
+    for number in range(3):
+        outgoing.fill_(10 * rank + number)
+        for request in p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.isend, outgoing, 1 - rank)]):
             request.wait()
     outgoing.fill_(-1)
-    received = []
-    for _ in range(messages):
+    for number in range(3):
         incoming = torch.empty(3, requires_grad=True)
-        (request,) = p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.irecv, incoming, peer)])
+        (request,) = p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.irecv, incoming, 1 - rank)])
         request.wait()
         request.wait()
-        received.append(incoming.tolist())
+        assert incoming.tolist() == [10.0 * (1 - rank) + number] * 3
     p2p.dist.batch_isend_irecv.__self__.wait_for_sends()
-    return received
 
 
-def gather_output(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    torch.manual_seed(6)
-    native, layer = FUSED_LAYERS[kind]
-    plain = native()
-    x = torch.randn(3, 5, requires_grad=True)
-    weights = torch.randn(3, 16)
-    results = []
-    for product in (
-        plain,
-        layer.from_native_module(
-            copy.deepcopy(plain), process_group=dist.group.WORLD, gather_output=True, split_sizes=[4, 8, 4]
-        ),
+@on(2)
+def fused_layers_gather_their_output() -> None:
+    for native, parallel in (
+        (lambda: nn.Linear(5, 16), FusedLinear1D_Col),
+        (lambda: Conv1D(16, 5), GPT2FusedLinearConv1D_Col),
     ):
-        output = product(x)
-        (gradient,) = torch.autograd.grad((output * weights).sum(), x)
-        results += [output.flatten().tolist(), gradient.flatten().tolist()]
-    return tuple(results)
+        torch.manual_seed(6)
+        plain = native()
+        options = dict(process_group=dist.group.WORLD, gather_output=True, split_sizes=[4, 8, 4])
+        layer = parallel.from_native_module(copy.deepcopy(plain), **options)
+        x, weights = torch.randn(3, 5, requires_grad=True), torch.randn(3, 16)
+        outputs = [product(x) for product in (layer, plain)]
+        gradients = [torch.autograd.grad((output * weights).sum(), x) for output in outputs]
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
-FUSED_LAYERS = {
-    "linear": (lambda: nn.Linear(5, 16), FusedLinear1D_Col),
-    "gpt2": (lambda: Conv1D(16, 5), GPT2FusedLinearConv1D_Col),
-}
-
-
-def run_two() -> dict[str, Any]:
-    return dict(sends=send_without_a_receiver(3), fused=[gather_output(kind) for kind in FUSED_LAYERS])
-
-
-@without_gpu
-def test_sends_and_layers() -> None:
-    first, second = run_ranks(2, run_two)
-    assert second["sends"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
-    assert first["sends"] == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
-    for expected, expected_gradient, output, gradient in first["fused"] + second["fused"]:
-        assert output == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert gradient == pytest.approx(expected_gradient, rel=1e-5, abs=1e-6)
-
-
-@without_gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for hosts without a GPU")
 @pytest.mark.parametrize("enable_cpu", [False, True])
 def test_randomizer_and_global_random_state_are_separate(enable_cpu: bool) -> None:
     torch.manual_seed(1)
@@ -218,7 +192,8 @@ def train(stage: int, has_gpu: bool) -> tuple[list[float], int]:
     return losses, copied
 
 
-def work_together() -> None:
+@on(2)
+def a_rank_with_a_gpu_works_with_one_that_has_none() -> None:
     is_first = dist.get_rank() == 0
     found = every_collective(True)
     assert found == every_collective(False)
@@ -228,7 +203,3 @@ def work_together() -> None:
     for stage in (1, 2):  # last, because the patches of training stay
         losses, copied = train(stage, True)
         assert losses == expected[stage - 1] and (copied > 0) == is_first, stage
-
-
-def test_a_rank_with_a_gpu_works_with_one_that_has_none() -> None:
-    run_ranks(2, work_together)

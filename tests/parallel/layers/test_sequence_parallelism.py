@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from colossal_hetero import BalanceConfig, Pruning
+from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import block_rules, hetero_layers
 from tests.support.checks import on
@@ -78,13 +78,7 @@ def blocks_are_resized_with_sequence_parallelism() -> None:
 
 
 @on(2)
-def columns_are_refused_with_sequence_parallelism() -> None:
-    for mode, form, columns in (
-        ("resize", r"Pruning\(resizing='block'\)", dict(pruning=Pruning(resizing="column"))),
-        ("migrate", "migration='block'", dict(migration="broadcast-reduce")),
-    ):
-        with pytest.raises(ValueError, match=rf"{mode}.* columns .*seq_parallel_mode='split_gather'.*choose {form}"):
-            boosted("gpt2", "split_gather", mode=mode, **columns)
+def attention_in_no_block_is_refused_or_stays_with_sequence_parallelism() -> None:
     rules = {name: rule for name, rule in block_rules.RULES.items() if name != "transformers.GPT2Attention"}
     with patch.object(block_rules, "RULES", rules):
         with pytest.raises(ValueError, match=r"attn\.c_attn, which is in no block.* choose mode 'auto'"):

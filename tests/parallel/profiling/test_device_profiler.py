@@ -25,6 +25,7 @@ from colossal_hetero.profiling.local_collectives import local_collectives
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
+from tests.support.checks import on
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import make_step
@@ -181,7 +182,8 @@ def test_one_rank_runs_out_of_memory(kind: str) -> None:
     run_ranks(2, scenario, kind)
 
 
-def collectives_on_one_rank() -> None:
+@on(2)
+def no_rank_waits_for_another() -> None:
     """Rank 1 calls every collective; rank 0 calls none, and neither waits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 1:
@@ -213,10 +215,6 @@ def collectives_on_one_rank() -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == size
-
-
-def test_no_rank_waits_for_another() -> None:
-    run_ranks(2, collectives_on_one_rank)
 
 
 def test_the_state_to_come_leaves_less_memory_for_samples() -> None:

@@ -17,8 +17,6 @@ from colossal_hetero.profiling.training_step import TrainingStep, TrialRun, defa
 from tests.support.checks import on
 
 CLASSES, WIDTH = 5, 6
-
-
 Make = Callable[[int, torch.Generator], Any]
 
 

@@ -15,8 +15,10 @@ from timm.models.vision_transformer import ParallelScalingBlock
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from tests.parallel.plugin.hybrid import test_hybrid_plugin, test_plan_agreement
+from tests.parallel.plugin.hybrid.test_recomputation import recomputing
+from tests.parallel.plugin.hybrid.test_unsummed_steps import SEQUENCE
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS
 from tests.parallel.plugin.zero.test_training_scripts import make_transformer
 from tests.support import language_models, planned_runs, sharding, training, zero_runs
@@ -55,7 +57,8 @@ NAMES |= dict(ADAPTERS=LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True
 NAMES |= dict(zero=zero_runs.boosted, Net=zero_runs.Net, PLANS=PLANS, RESIZE=BalanceConfig(mode="resize"), Lamb=Lamb)
 NAMES |= dict(GlobalResponseNormMlp=GlobalResponseNormMlp, ParallelScalingBlock=ParallelScalingBlock, partial=partial)
 NAMES |= dict(parametrizations=parametrizations, pruned=partial(prune.l1_unstructured, amount=0.5))
-for each in (changed, with_own_head, boost_with, boost_adapters, make_transformer):
+NAMES |= dict(SEQUENCE=SEQUENCE, Pruning=Pruning, recomputing=recomputing, make_transformer=make_transformer)
+for each in (changed, with_own_head, boost_with, boost_adapters):
     NAMES[each.__name__] = each
 
 

@@ -83,7 +83,6 @@ PLANS: dict[str, Plan] = unequal.PLANS | {
     "tp2 pp2": make_plan([[[0, 1], [2, 3]]], [1, 3], 2, 3),
 }
 
-
 CASES: list[tuple[str, list[tuple[int, int]], str]] = [
     ("pp2", [(0, 0)], "llama_with_cache"),
     ("pp2", [(0, 0)], "vit_with_dropout"),
@@ -139,27 +138,3 @@ def train_balanced(plan: Plan) -> list[float]:
 def a_stage_that_recomputes_migrates_work_of_a_slow_rank() -> None:
     plan = PLANS["tp2 pp2"]
     assert train_balanced(recomputing(plan, [(0, 1)])) == pytest.approx(train_balanced(plan), rel=1e-6)
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-
-
-class WithoutBlocks(nn.Linear):
-    supports_gradient_checkpointing = True
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
-
-@on(2)
-def models_whose_blocks_cannot_run_twice_are_refused_on_all_ranks() -> None:
-    for model, words in (
-        (Plain(), "Plain does not say that its blocks can run twice"),
-        (WithoutBlocks(), "their blocks were not found: WithoutBlocks has no ModuleList"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            boost(planned(recomputing(PLANS["pp2"], [(0, 0)])), model, sgd)
-        dist.barrier()  # before groups are destroyed

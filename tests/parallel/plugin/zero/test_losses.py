@@ -39,11 +39,6 @@ class Images(Dataset):
         return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
 
 
-class Sequences(Images):
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.randn(1 + index % 4, 6, generator=torch.Generator().manual_seed(index)), index % 3
-
-
 def readable(samples: list[Any]) -> Any:
     return default_collate([sample for sample in samples if sample is not None])
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
+from tests.support.checks import on
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import Numbered, assert_trained, boosted, fit, flat, global_batches, unmeasured
@@ -169,19 +170,21 @@ def test_training_continues_at_the_same_stage_and_on_more_ranks(tmp_path: Path) 
             assert_trained([list(found.values())], [f"{case}, {ranks} ranks" for case in found], expected, atol=1e-5)
 
 
+@on(2)
 @unmeasured
-def load_others(place: Path) -> None:
+def nested_wrappers_are_loaded_and_what_is_no_checkpoint_is_refused(folder: Path) -> None:
+    """In fp16 and at stage 0, a wrapper is in another one."""
     run = Run("stage 0", precision="fp16")
     run.train(0)
     before = [value.clone() for value in (*run.states(), flat(run.model))]
     for sharded in (False, True):
-        run.save(place, sharded)
+        run.save(folder, sharded)
         run.spoil()
-        run.load(place, sharded)
+        run.load(folder, sharded)
         for value, wanted in zip((*run.states(), flat(run.model)), before, strict=True):
             assert torch.equal(value, wanted)
     if dist.get_rank() == 0:
-        torch.save({"first.weight": torch.zeros(2)}, place / "other.pt")
+        torch.save({"first.weight": torch.zeros(2)}, folder / "other.pt")
     dist.barrier()
     for path, words in (
         ("none", "no such file"),
@@ -190,11 +193,7 @@ def load_others(place: Path) -> None:
         ("other.pt", "is not a checkpoint of an optimizer"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            run.booster.load_optimizer(run.optimizer, str(place / path))
+            run.booster.load_optimizer(run.optimizer, str(folder / path))
     unboosted = OptimizerWrapper(torch.optim.SGD(Tower().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="is not one that booster"):
-        run.booster.load_optimizer(unboosted, str(place / "optimizer"))
-
-
-def test_nested_wrappers_are_loaded_and_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, load_others, tmp_path)
+        run.booster.load_optimizer(unboosted, str(folder / "optimizer"))
