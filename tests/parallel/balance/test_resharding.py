@@ -1,7 +1,6 @@
 """Units that are permanently re-sharded: training and evaluation are those of the unsharded model in one process, with
 each optimizer and with several, and where units cannot change their rank, they migrate in each iteration."""
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from colossal_hetero.checkpoint.optimizer_memory import masters_of
 from colossal_hetero.layers import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
+from tests.parallel.balance.test_reports import sentences
 from tests.support.checkpoints import read_weights
 from tests.support.checks import of_all_ranks, on
 from tests.support.harness import errors_of_the_others, run_ranks
@@ -41,7 +41,6 @@ from tests.support.uneven_runs import (
     MAX_NORM,
     STEPS,
     adamw,
-    backward_of,
     config,
     exact_norms,
     largest_difference,
@@ -386,31 +385,20 @@ def in_double(outputs: Tensor, inputs: Any) -> Tensor:
     return nn.functional.cross_entropy(outputs, inputs[1])
 
 
-def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module], Optimizer]) -> list[str]:
-    """What is logged in training in which units migrate in each iteration, although they might be given away."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("colossal_hetero")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    run = relieved_run(dist.get_rank() // 2 * 2 + 1, tiny_vit(depth=1), make, tp_size=2, **options)
-    for _ in range(STEPS):
-        images, labels = batch()
-        backward_of(run)(by_labels(run.model(images).float(), (images, labels)))
-        run.finish()
-    assert not run.plugin.balancer.has_resharded
-    assert run.plugin.balancer.shares.migrated + run.plugin.balancer.shares.received > 0
-    return messages
-
-
 @on(2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1")
 @on(4, {}, adamw, "2 replicas")
 @on(2, {}, partial(made, OtherSGD), "OtherSGD is not known")
 def elsewhere_units_migrate_in_each_iteration(
     options: dict[str, Any], make: Callable[[nn.Module], Optimizer], reason: str
 ) -> None:
-    first, *others = of_all_ranks(_log_without_resharding(options, make))
+    images, labels = batch()
+    with sentences() as said:
+        run = relieved_run(dist.get_rank() // 2 * 2 + 1, tiny_vit(depth=1), make, tp_size=2, **options)
+        for _ in range(STEPS):
+            run.finish(by_labels(run.model(images).float(), (images, labels)))
+    assert not run.plugin.balancer.has_resharded
+    assert run.plugin.balancer.shares.migrated + run.plugin.balancer.shares.received > 0
+    first, *others = of_all_ranks(said)
     assert len(first) == 1 and reason in first[0], first
     assert not any(others)
 
