@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def on(ranks: int, *args: Any) -> Callable[[Check], Check]:
     check that fails ends it. A check with an argument ``folder`` gets an empty folder, the same on all ranks."""
 
     def add(check: Check) -> Check:
-        names = check.__globals__
+        names = vars(sys.modules[check.__module__])
         if "test_on_ranks" not in names:
             names["test_on_ranks"] = _test_of(names.setdefault("_cases", {}))
         names["_cases"].setdefault(ranks, []).append((check, args))
