@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.zero.low_level.bookkeeping import TensorBucket
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
@@ -36,6 +37,7 @@ from colossal_hetero.plugin.zero.gradient_sums import GradientSums
 from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
 from tests.support.harness import check_preloaded, forked_context
 from tests.support.layer_profiles import layer_times
+from tests.support.training import train_alone
 
 BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
 LIMIT_SECONDS = 240
@@ -81,22 +83,14 @@ class Texts(Dataset[dict[str, Tensor]]):
         return dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
 
 
+@functools.cache
 def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     model = gpt2().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    data, losses = Texts(), []
-    for step in range(steps):
-        first = step % BATCHES * GLOBAL_BATCH
-        samples = [data[index] for index in range(first, first + GLOBAL_BATCH)]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        loss = loss_of(model(**batch), batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    data, firsts = Texts(), (step % BATCHES * GLOBAL_BATCH for step in range(steps))
+    batches = (default_collate([data[first + number] for number in range(GLOBAL_BATCH)]) for first in firsts)
+    losses = train_alone(model, optimizer, batches, lambda model, batch: loss_of(model(**batch), batch), 1.0, schedule)
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 

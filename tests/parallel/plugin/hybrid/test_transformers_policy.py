@@ -32,10 +32,8 @@ STEPS = 2
 @on(2)
 @on(4)
 def divided_models_have_the_gradients_of_the_whole_ones() -> None:
-    for family in FAMILIES:
+    for family in FAMILIES if dist.get_world_size() == 2 else ("llama", "bert", "t5", "whisper"):
         model, inputs = BUILDERS[family]()
-        if dist.get_world_size() == 4 and family in ("gpt2", "vit"):
-            continue  # six heads
         options = dict(policy=hetero_policy(TransformersPolicy(randomize(model))), make_vocab_size_divisible_by=16)
         sharded = assert_same_as_unsharded(model, family_loss(inputs), **options)
         assert hetero_layers(sharded), f"no layer of {family} is divided"
