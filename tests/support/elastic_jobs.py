@@ -403,23 +403,29 @@ def run_job(
     joins: Mapping[str, int] | None = None,
     warnings: Mapping[int, int] | None = None,
     folder: Path | None = None,
+    script_of: Callable[[int], tuple[Any, ...] | None] = lambda number: None,
     **options: Any,
 ) -> Outcome:
     """Run a job until all its members have ended. ``kills``: by number of the member; ``joins``, by node, and
-    ``warnings`` (SIGTERM), by number: the step after which. ``options`` are those of :func:`train`."""
+    ``warnings`` (SIGTERM), by number: the step after which. ``script_of``: the script of a member, by number; default
+    :func:`train` with ``options``."""
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
+
+    def start(node: str) -> None:
+        number = len(job.members)
+        job.start(node, kills.get(number), script_of(number))
 
     def at_message(_: int, kind: str, content: list[Any]) -> None:
         if kind != "step":
             return
         for node in [node for node, after in joins.items() if content[0] >= after]:
             del joins[node]
-            job.start(node, kills.get(len(job.members)))
+            start(node)
         for number in [number for number, after in warned.items() if content[0] >= after]:
             del warned[number]
             job.members[number].terminate()
 
     with Job(steps, folder=folder, joins=[after for after in joins.values() if after < steps], **options) as job:
-        for number, node in enumerate(nodes):
-            job.start(node, kills.get(number))
+        for node in nodes:
+            start(node)
         return job.run(at_message)

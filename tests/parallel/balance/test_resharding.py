@@ -24,7 +24,7 @@ from tests.parallel.balance.test_reports import sentences
 from tests.support.checkpoints import read_weights
 from tests.support.checks import of_all_ranks, on
 from tests.support.harness import errors_of_the_others, run_ranks
-from tests.support.migration_runs import draw_by_unit, migrate
+from tests.support.migration_runs import draw_by_unit, give, migrate
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import (
     SlowdownScript,
@@ -45,7 +45,6 @@ from tests.support.uneven_runs import (
     exact_norms,
     largest_difference,
     loss_of,
-    relieve,
     relieved_run,
     small_vit,
     train,
@@ -252,7 +251,7 @@ def _trained(case: Several, booster: Booster | None = None, straggler: int = 0) 
         for number, is_boosted in enumerate(case.boosted):
             if is_boosted:
                 model, optimizers[number], *_ = booster.boost(model, optimizers[number])
-        relieve(booster.plugin, straggler)
+        give(booster.plugin, straggler)
         backward = partial(booster.backward, optimizer=optimizers[0])
 
     def add() -> None:
@@ -327,7 +326,7 @@ def what_cannot_be_boosted_is_refused() -> None:
     balancer = booster.plugin.balancer
     assert booster.boost(boosted, adamw_of(rest))[0] is boosted
     assert booster.plugin.balancer is balancer
-    relieve(booster.plugin, 1)
+    give(booster.plugin, 1)
     train_in_parts(boosted, [optimizer], partial(booster.backward, optimizer=optimizer), 4)
     assert balancer.has_resharded
     words = r"permanently re-sharded, and now OtherSGD is not known.* before the first step"
@@ -368,7 +367,7 @@ def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
         if step == 1:
             # The first stage has moved units, and the second one has not.
             assert run.plugin.balancer.has_resharded == (dist.get_rank() < 2)
-            relieve(run.plugin, 2)
+            give(run.plugin, 2)
             run.booster.save_model(run.model, str(folder / "2"), shard=True)
     assert run.plugin.balancer.has_resharded
     run.booster.save_model(run.model, str(folder / "4"), shard=True)

@@ -16,10 +16,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from colossal_hetero.balance import balancer
 from tests.support.checks import on
+from tests.support.migration_runs import give
 from tests.support.model_families import BUILDERS
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
-from tests.support.uneven_runs import config, relieve
+from tests.support.uneven_runs import config
 
 MIGRATES, MOVED, STEPS = 2, 4, 6
 """Steps before which units have migrated, and were permanently re-sharded, for the first time; and all steps."""
@@ -133,7 +134,7 @@ def finish(run: Trained, step: int, loss: Tensor, seen: Any, straggler: int | No
     """Make a step, also with a penalty on what was seen. After the first one the balancer knows what modules keep."""
     run.finish(loss + sum(each.square().mean() for each in seen))
     if straggler is not None and step == 0:
-        relieve(run.plugin, straggler)
+        give(run.plugin, straggler)
 
 
 def assert_equal(run: Trained, expected: Trained, what: str) -> None:

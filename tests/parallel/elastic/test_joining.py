@@ -220,21 +220,10 @@ def train_with_random_numbers(seed: int, joins: Sequence[int], kill: Kill | None
 
 
 def run(nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int]) -> Outcome:
-    waits, left = tuple(joins.values()), dict(joins)
+    def script_of(number: int) -> tuple[Any, ...]:
+        return train_with_random_numbers, 17 + number, tuple(joins.values()), kills.get(number)
 
-    def start(node: str) -> None:
-        number = len(job.members)
-        job.start(node, script=(train_with_random_numbers, 17 + number, waits, kills.get(number)))
-
-    def at_message(_: int, kind: str, content: list[Any]) -> None:
-        for node in [node for node, after in left.items() if kind == "step" and content[0] == after]:
-            del left[node]
-            start(node)
-
-    with Job(STEPS) as job:
-        for node in nodes:
-            start(node)
-        return job.run(at_message)
+    return run_job(nodes, STEPS, joins=joins, script_of=script_of)
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,10 @@ from timm.layers import set_reentrant_ckpt
 from torch import Tensor, nn
 
 from tests.support.checks import on
+from tests.support.migration_runs import give
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, boost, theirs, tiny_vit
-from tests.support.uneven_runs import backward_of, relieve, relieved_run, train_in_parts
+from tests.support.uneven_runs import backward_of, relieved_run, train_in_parts
 
 STEPS = 4
 """An ordinary one, one in which units migrate, and two after they were permanently re-sharded."""
@@ -124,8 +125,8 @@ def training_is_that_of_one_process(parts: int) -> None:
         for straggler in range(ranks) if IS_THOROUGH else (number % ranks,):
             what = f"{name}, rank {straggler} is slow"
             run = relieved_run(None, MODELS[name]().double(), sgd)
-            give = partial(relieve, run.plugin, straggler)
-            losses = train_in_parts(run.model, [run.optimizer], backward_of(run), STEPS, parts, {1: give})
+            relieve = {1: partial(give, run.plugin, straggler)}
+            losses = train_in_parts(run.model, [run.optimizer], backward_of(run), STEPS, parts, relieve)
             assert run.plugin.balancer.has_resharded, what
             assert_equal(run, losses, expected, what)
 

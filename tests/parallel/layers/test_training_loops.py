@@ -517,7 +517,7 @@ def hooks_in_a_pipeline_see_each_micro_batch() -> None:
         expected = train(hook_gradients(reference_run(**options), ranks), STEPS)
         # The ranks 0 and 1 share the layers of the first stage, 2 and 3 those of the second one.
         run = hook_gradients(migrating_run("block", (), **options), ranks)
-        give(run, (sender, 2 + sender))
+        give(run.plugin, (sender, 2 + sender))
         train(run, STEPS)
         assert run.plugin.balancer.plan.migrate[sender] > 0.1
         assert_equal(run, expected, f"hooks on {ranks}, sender {sender}")

@@ -21,7 +21,7 @@ from tests.parallel.plugin.hybrid.test_recomputation import recomputing
 from tests.parallel.plugin.hybrid.test_unsummed_steps import SEQUENCE
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS
 from tests.parallel.plugin.zero.test_training_scripts import make_transformer
-from tests.support import language_models, planned_runs, sharding, training, zero_runs
+from tests.support import language_models, planned_runs, planning, sharding, training, zero_runs
 from tests.support.checks import on
 from tests.support.transcripts import missing_part, read_cases
 
@@ -51,7 +51,16 @@ def boost_adapters(stage: int) -> None:
 
 
 NAMES: dict[str, Any] = {}
-for each in (training, language_models, sharding, planned_runs, nn.utils, test_hybrid_plugin, test_plan_agreement):
+for each in (
+    training,
+    language_models,
+    sharding,
+    nn.utils,
+    planning,
+    planned_runs,
+    test_hybrid_plugin,
+    test_plan_agreement,
+):
     NAMES |= vars(each)
 NAMES |= dict(ADAPTERS=LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True), get_peft_model=get_peft_model)
 NAMES |= dict(zero=zero_runs.boosted, Net=zero_runs.Net, PLANS=PLANS, RESIZE=BalanceConfig(mode="resize"), Lamb=Lamb)
@@ -67,7 +76,9 @@ def refusal(case: str) -> str:
         eval(case, dict(NAMES))
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error)
-    return "it is not refused"
+    except Exception as error:
+        return f"no refusal, but {error!r}"
+    return "no refusal"
 
 
 @on(2, "two_ranks")
