@@ -1,9 +1,10 @@
-"""What the patches compute that let Colossal-AI run on a CPU, and collectives of a GPU's tensors over Gloo, with a
+"""What the patches compute that let Colossal-AI run on a CPU; groups of Gloo; and collectives of a GPU's tensors over Gloo, with a
 pretended GPU: Gloo must not get its tensors, but copies of them."""
 
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
+from colossal_hetero.balance.host_messages import make_groups
 from colossal_hetero.colossalai_support import gpu_over_gloo
 from colossal_hetero.colossalai_support.cpu import reduce_scatter, sent_directly
 from colossal_hetero.colossalai_support.gpu_over_gloo import batch_through_host, through_host
+from colossal_hetero.common.ranks import world_timeout
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage
 from tests.support.checks import on
+from tests.support.harness import run_ranks
 from tests.support.training import batch, loss_of, make_step, tiny_vit
 
 
@@ -76,6 +80,32 @@ def test_randomizer_and_global_random_state_are_separate(enable_cpu: bool) -> No
     assert torch.equal(outside, torch.rand(4))
     torch.manual_seed(2)
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(4), torch.rand(4)]))
+
+
+@on(2)
+def a_group_is_destroyed_while_its_threads_still_release_tensors() -> None:
+    """The thread of a collective releases its many tensors one after the other, while this thread does the same."""
+    for _ in range(10):
+        group = dist.new_group()
+        tensors = [torch.ones(1) for _ in range(2000)]
+        group.allreduce(tensors).wait()
+        del tensors
+        dist.destroy_process_group(group)
+        del group
+
+
+def timeouts() -> list[timedelta | None]:
+    found = [world_timeout()]
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(minutes=7))
+    groups = make_groups(dist.new_group([0]))
+    options = [group._get_backend(torch.device("cpu")).options for group in (groups.world, groups.migration)]
+    return [*found, world_timeout(), *(each._timeout for each in options)]
+
+
+def test_other_groups_wait_as_long_as_the_default_group() -> None:
+    assert run_ranks(1, timeouts) == [[None, *[timedelta(minutes=7)] * 3]]
 
 
 class OnGpu(Tensor):

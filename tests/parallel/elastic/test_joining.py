@@ -68,7 +68,7 @@ def test_a_member_that_comes_late_is_in_the_first_world_and_one_in_no_world_ends
 def test_the_first_node_waits_for_a_second_one() -> None:
     with Job(STEPS) as job:
         job.start("small-0")
-        time.sleep(3)  # mostly long enough to start and to find no plan
+        time.sleep(2)  # mostly long enough to start and to find no plan
         assert job.alive() == [0] and job.message() is None
         job.start("small-1")
         outcome = job.run()

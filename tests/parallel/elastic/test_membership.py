@@ -124,14 +124,15 @@ def watch_the_other(port: int, other: int, number: int) -> Any:
     return member.failure
 
 
+def failure_after(number: signal.Signals) -> Any:
+    with running(serve) as (_, port), running(train_until_warned, port) as (other, _):
+        return run_alone(watch_the_other, 60, port=port, other=other, number=int(number))
+
+
 def test_a_member_that_is_silent_is_dead_and_one_that_departs_is_not() -> None:
-    for number in (signal.SIGSTOP, signal.SIGTERM):
-        with running(serve) as (_, port), running(train_until_warned, port) as (other, _):
-            failure = run_alone(watch_the_other, 60, port=port, other=other, number=int(number))
-        if number == signal.SIGTERM:
-            assert failure is None
-        else:
-            assert "no sign of life for 1.5 s from a" in failure.reason
+    with ThreadPoolExecutor(2) as pool:
+        silent, departed = pool.map(failure_after, (signal.SIGSTOP, signal.SIGTERM))
+    assert "no sign of life for 1.5 s from a" in silent.reason and departed is None
 
 
 def hold_name(pipe: Any, port: int) -> None:
