@@ -147,10 +147,7 @@ def step_with(run: Trained, what: str, expected: dict[str, Tensor]) -> None:
         assert error <= tolerance * expected[name].norm() + 1e-6, f"{what}: {name}"
     changed = {name: master - found[name] / scale_of(run) for name, (_, master) in pairs.items()}
     run.optimizer.step()
-    for name, (_, master) in pairs.items():
-        torch.testing.assert_close(
-            master.detach(), changed[name], msg=lambda text, name=name: f"{what}: {name}: {text}"
-        )
+    torch.testing.assert_close({name: master for name, (_, master) in pairs.items()}, changed, msg=what)
 
 
 @on(2, ours, "gpt2", list(CASES))

@@ -1,5 +1,5 @@
-"""What the patches compute that let Colossal-AI run on a CPU; groups of Gloo; and collectives of a GPU's tensors over Gloo,
-with a pretended GPU: Gloo must not get its tensors, but copies of them."""
+"""What the patches compute that let Colossal-AI run on a CPU; groups of Gloo; and collectives of a GPU's tensors over
+Gloo, with a pretended GPU: Gloo must not get its tensors, but copies of them."""
 
 import copy
 from collections.abc import Callable

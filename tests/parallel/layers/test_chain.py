@@ -41,8 +41,7 @@ def train_in_a_pipeline(name: str, size: int = 6, **options: Any) -> None:
     if run.plugin.is_last_stage():
         assert losses == pytest.approx(expected, rel=1e-6)
     weights = dict(alone.named_parameters())
-    for key, value in run.parameters.items():
-        torch.testing.assert_close(value, weights[key], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(run.parameters, {key: weights[key] for key in run.parameters}, rtol=1e-9, atol=1e-12)
     assert set().union(*of_all_ranks(set(run.parameters))) == set(weights)
 
 

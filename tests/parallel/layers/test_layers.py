@@ -81,10 +81,7 @@ def run(layer: Any, kind: str, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str, tolerance: float = 0.0) -> None:
-    for name in expected:
-        torch.testing.assert_close(
-            actual[name], expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{what}: {n}: {m}"
-        )
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 @on(2)

@@ -78,8 +78,7 @@ def plans_with_chunks_train_as_one_process_and_run_their_passes_in_order() -> No
         ranges = plan.replicas[0].stages[stage].block_ranges
         blocks = {int(name.split(".")[1]) for name in held if name.startswith("blocks.")}
         assert blocks == {block for a, b in ranges for block in range(a, b)}
-        for name, value in held.items():
-            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(held, {name: weights[name] for name in held}, rtol=1e-4, atol=1e-6)
         assert plugin.drift is None
         check_evaluation(run, plan, plan.schedule)
         with pytest.raises(ValueError, match=r"num_model_chunks=3 contradicts the plan, which has 2"):

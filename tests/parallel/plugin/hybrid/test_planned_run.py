@@ -138,10 +138,7 @@ def check_weights(run: Trained, alone: nn.Module, **tolerance: float) -> None:
     held = {name: value for name, value in run.model.unwrap().state_dict().items() if value is not None}
     (stage,) = [stage for each in run.plugin.plan.replicas for stage in each.stages if dist.get_rank() in stage.ranks]
     assert {int(name.split(".")[1]) for name in held if name.startswith("blocks.")} == set(range(*stage.blocks))
-    for name, value in held.items():
-        torch.testing.assert_close(
-            value, alone.state_dict()[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(held, {name: alone.state_dict()[name] for name in held}, **tolerance)
 
 
 def check_shards(run: Trained, replicas: int) -> None:
