@@ -14,28 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.data import Dataset
 
 from colossal_hetero.colossalai_support import accelerator
 from colossal_hetero.data_parallel import busy_timer
 from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
 from tests.support.checks import of_all_ranks, on
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import CLASSES, make_step, tiny_vit
+from tests.support.training import make_step
 from tests.support.zero_runs import Net, Numbered, boosted, make_optimizer, sizes_by_rank, unmeasured
 
 FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
 """What a sample, an optimizer step and a collective take, in seconds of the test's clock."""
-
-
-class NumberedImages(Dataset):
-    def __len__(self) -> int:
-        return len(Numbered())
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = torch.zeros(3, 8, 8)
-        image[-1, -1, -1] = index
-        return image, index % CLASSES
 
 
 class Clock:
@@ -154,16 +143,13 @@ def collectives_inside_a_replica_are_its_work() -> None:
 
 @unmeasured
 def change_speed(
-    stage: int, slow: int, slowdowns: list[float], check_every: int | None = None, is_hybrid: bool = False
+    kind: int | str, slow: int, slowdowns: list[float], check_every: int | None = None
 ) -> tuple[list[list[int]], Any, list[float]]:
     """Train an epoch for each of ``slowdowns``, of which so many measure that rank ``slow`` is so slow. Returns the
     samples of each rank after each epoch, the plugin, and the iterations that were reported."""
     given: list[dict[str, float]] = []
-    options: dict[str, Any] = dict(loader=dict(shuffle=True), check_every=check_every)
-    if is_hybrid:
-        run = boosted("hybrid", tiny_vit(), data=NumberedImages(), zero_stage=stage, **options)
-    else:
-        run = boosted(stage, on_report=given.append, report_every=3, **options)
+    reports = dict(on_report=given.append, report_every=3)
+    run = boosted(kind, loader=dict(shuffle=True), check_every=check_every, **reports)
     plugin, _, model, optimizer, criterion, loader, _ = run
     timed: list[TimedGlobalBatch] = []
 
@@ -179,7 +165,7 @@ def change_speed(
         sizes: list[int] = []
         for inputs, targets in loader:
             sizes.append(loader.current.samples)
-            ids += inputs.flatten(1)[:, -1].long().tolist() if loader.current.samples else []
+            ids += inputs[:, 7].long().tolist() if loader.current.samples else []
             optimizer.backward(criterion(model(inputs), targets))
             if loader.current.is_last:
                 work = sum(max(size, 1) for size in sizes) * (slowdown if dist.get_rank() == slow else 1.0)
@@ -198,13 +184,13 @@ def share_of(slow: int, samples: int, others: int) -> list[int]:
 @on(2)
 def batches_are_divided_again_after_a_change_of_speed() -> None:
     cases: list[dict[str, Any]] = [
-        dict(stage=stage, slow=slow, check_every=check_every)
+        dict(kind=stage, slow=slow, check_every=check_every)
         for stage in (0, 1, 2, 3)
         for slow in (0, 1)
         for check_every in (None, 1, 3)
         if IS_THOROUGH or (slow == stage % 2 and check_every == (None, 1, 3)[stage % 3])
     ]
-    for case in (*cases, dict(stage=0, slow=1, check_every=1, is_hybrid=True)):
+    for case in (*cases, dict(kind="hybrid", slow=1, check_every=1)):
         samples, plugin, _ = change_speed(slowdowns=[1, 3, 3, 3, 1, 1, 1], **case)
         assert [samples[epoch] for epoch in (0, 3, 6)] == [[4, 4], share_of(case["slow"], 2, 6), [4, 4]], case
         assert plugin.batch_balancer.reallocations == 2, case
