@@ -22,7 +22,7 @@ from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.checkpoint_runs import boosted, hybrid, train
 from tests.support.harness import free_port
 
-STEPS, PLUGINS = 5, 3
+STEPS, PLUGINS = 5, 2
 
 
 def main(folder: Path) -> None:

@@ -251,21 +251,3 @@ def clipping_by_value_is_exact() -> None:
         run.optimizer.clip_grad_by_value(2.0**-9)
         assert all(torch.equal(each.grad, value) for each, value in zip(trained, expected, strict=True)), precision
         run.optimizer.step()
-
-
-@on(2)
-def backward_passes_of_the_users_own_are_refused() -> None:
-    inputs, labels = images_and_labels(0, 2)
-    for zero_stage in (0, 1):
-        for through_booster in (True, False):
-            plugin = exact_zero(PLANS["batches"], zero_stage=1) if zero_stage else plugin_for("batches")
-            run = boost(plugin, vit(), sgd)
-            dist.barrier()
-            loss = loss_of(run.model(inputs), labels)
-            with pytest.raises(RuntimeError, match="execute_pipeline"):
-                if through_booster:
-                    run.booster.backward(loss, run.optimizer)
-                else:
-                    loss.backward()
-                    run.optimizer.step()
-            dist.barrier()
