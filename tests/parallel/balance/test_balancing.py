@@ -48,10 +48,10 @@ SETTLED = 4
 """After a change of speed, the plan is adapted within this number of iterations."""
 
 
-def each_rank_slow_in_turn(phase: int, rank: int, iteration: int) -> float:
-    """No rank is slow in the first ``phase`` iterations, then rank 0, then none, then rank 1, and so on."""
+def slow_in_turn(phase: int, turn: Sequence[int], rank: int, iteration: int) -> float:
+    """No rank is slow in the first ``phase`` iterations, then the first rank of ``turn``, then none, and so on."""
     number = iteration // phase
-    return SLOWDOWN if number % 2 == 1 and number // 2 == rank else 1.0
+    return SLOWDOWN if number % 2 == 1 and turn[number // 2] == rank else 1.0
 
 
 def always(*slow: int) -> Any:
@@ -78,9 +78,8 @@ def assert_layers_follow_the_plan(run: Trained, what: str) -> None:
     assert pruned and set(pruned) == {ratio}, what
 
 
-def check_every_rank_in_turn(options: dict[str, Any], phase: int = PHASE, **rules: Any) -> tuple[Any, ...]:
-    world = dist.get_world_size()
-    with scripted(partial(each_rank_slow_in_turn, phase)):
+def check_ranks_in_turn(options: dict[str, Any], turn: Sequence[int], phase: int, **rules: Any) -> tuple[Any, ...]:
+    with scripted(partial(slow_in_turn, phase, turn)):
         run = boost(ours(resizing(**rules), **options), tiny_vit(depth=options.get("pp_size", 1)))
 
     def each(iteration: int) -> None:
@@ -89,7 +88,7 @@ def check_every_rank_in_turn(options: dict[str, Any], phase: int = PHASE, **rule
         if iteration % phase == phase - 1:
             assert_replicas_are_equal(run, what)
 
-    train(run, phase * (2 * world + 1), same_batch=True, each=each)
+    train(run, phase * (2 * len(turn) + 1), same_batch=True, each=each)
     records, history = run.plugin.balancer.collect(), None
     if records is not None:
         assert [record.iteration for record in records] == list(range(len(run.plans)))
@@ -98,10 +97,10 @@ def check_every_rank_in_turn(options: dict[str, Any], phase: int = PHASE, **rule
     return run.plans, run.losses, history
 
 
-def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], phase: int = PHASE) -> None:
+def assert_follows(plans: list[tuple[float, ...]], ranks: Sequence[int], turn: Sequence[int], phase: int) -> None:
     for iteration, plan in enumerate(plans):
-        now = [each_rank_slow_in_turn(phase, rank, iteration) for rank in ranks]
-        before = [each_rank_slow_in_turn(phase, rank, max(0, iteration - SETTLED)) for rank in ranks]
+        now = [slow_in_turn(phase, turn, rank, iteration) for rank in ranks]
+        before = [slow_in_turn(phase, turn, rank, max(0, iteration - SETTLED)) for rank in ranks]
         if now == before:
             expected = [RATIO if slowdown > 1 else 0.0 for slowdown in now]
             assert plan == pytest.approx(expected), f"iteration {iteration}: {plan}"
@@ -113,10 +112,10 @@ def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], phase: int 
 @on(3)
 def the_plan_follows_when_each_rank_is_the_straggler_in_turn() -> None:
     world = dist.get_world_size()
-    results = of_all_ranks(check_every_rank_in_turn(dict(tp_size=world)))
+    results = of_all_ranks(check_ranks_in_turn(dict(tp_size=world), range(world), PHASE))
     assert all(found[:2] == results[0][:2] for found in results), "ranks have different plans or losses"
     plans, losses, (changes, resized) = results[0]
-    assert_follows(plans, list(range(world)))
+    assert_follows(plans, range(world), range(world), PHASE)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.5 * losses[0], losses
     # The plan changes once after each change of a rank's speed.
@@ -136,13 +135,14 @@ IN_FP16 = dict(precision="fp16", initial_scale=2**8)
 def each_replica_and_each_stage_has_its_own_plan(
     options: dict[str, Any], with_losses: Sequence[int], rules: dict[str, Any]
 ) -> None:
-    results = of_all_ranks(check_every_rank_in_turn(options | dict(tp_size=2), PHASE - 1, **rules))
+    turn = (1, 2)[: dist.get_world_size() // 2]  # one of each group
+    results = of_all_ranks(check_ranks_in_turn(options | dict(tp_size=2), turn, PHASE - 1, **rules))
     for ranks in ([0, 1], [2, 3])[: len(results) // 2]:
         for rank in ranks:
             assert results[rank][0] == results[ranks[0]][0], f"rank {rank} has another plan"
-            assert_follows(results[rank][0], ranks, PHASE - 1)
+            assert_follows(results[rank][0], ranks, turn, PHASE - 1)
             if rank in with_losses:
-                assert results[rank][1][-1] < 0.5 * results[rank][1][0]
+                assert results[rank][1][-1] < 0.7 * results[rank][1][0]
 
 
 @on(2)
