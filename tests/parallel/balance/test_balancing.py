@@ -44,8 +44,7 @@ RESIZE = resizing()
 SLOWDOWN = 4.0
 RATIO = 0.75  # (T − T_ref) / M = (χ − 1) / χ
 PHASE = 6
-SETTLED = 4
-"""After a change of speed, the plan is adapted within this number of iterations."""
+SETTLED = 4  # after a change of speed, the plan is adapted within this number of iterations
 
 
 def slow_in_turn(phase: int, turn: Sequence[int], rank: int, iteration: int) -> float:

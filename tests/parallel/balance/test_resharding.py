@@ -53,8 +53,7 @@ from tests.support.uneven_runs import (
     uneven_run,
 )
 
-AFTER = 2
-"""Iterations in which a rank is relieved before its units are permanently re-sharded."""
+AFTER = 2  # iterations in which a rank is relieved before its units are permanently re-sharded
 FASTER, RECOVERY, LAST = 6, 13, 19
 """The iterations in which the slow rank becomes faster, and as fast as the others again."""
 
@@ -221,12 +220,9 @@ def other_of(parameters: Parameters) -> Optimizer:
 @dataclass(frozen=True)
 class Several:
     make: Callable[[Parameters, Parameters], Sequence[Optimizer]]
-    boosted: tuple[bool, ...] = (True, True)
-    """Which of the optimizers are boosted; the others make steps as torch's do."""
-    for_good: bool = True
-    """Whether units can be permanently re-sharded."""
-    adds: bool = False
-    """Whether the second optimizer gets the first half of the matrices before the third step."""
+    boosted: tuple[bool, ...] = (True, True)  # which of the optimizers are boosted; the others make steps as torch's do
+    for_good: bool = True  # whether units can be permanently re-sharded
+    adds: bool = False  # whether the second optimizer gets the first half of the matrices before the third step
 
 
 SEVERAL = {

@@ -93,8 +93,7 @@ class Case:
     look: str
     first: int = -1
     last: int = STEPS
-    rank: int | None = None
-    """The only rank that looks, without using what it sees; None: all do."""
+    rank: int | None = None  # the only rank that looks, without using what it sees; None: all do
 
 
 CASES = [

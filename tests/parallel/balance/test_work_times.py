@@ -24,8 +24,7 @@ from tests.support.fake_device import FakeDevice
 from tests.support.language_models import gpt2, llama, plan_of, train_on_tokens
 from tests.support.training import Trained, batch, boost, loss_of, ours, scripted, sgd, tiny_vit, train
 
-LATE = 0.4
-"""Seconds by which one rank starts each iteration late. An iteration takes a twentieth of that."""
+LATE = 0.4  # seconds by which one rank starts each iteration late. An iteration takes a twentieth of that.
 
 NEVER = BalanceConfig(mode="migrate", warmup_iterations=10**6, measure_costs=False)
 

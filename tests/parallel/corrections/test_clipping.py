@@ -20,11 +20,9 @@ from tests.support.training import train as train_vit
 
 SAMPLES = 4
 VOCABULARY = 101
-MAX_NORM = 0.05
-"""Far below the norm of the gradients, so that they are clipped."""
+MAX_NORM = 0.05  # far below the norm of the gradients, so that they are clipped
 SCALE = 2.0**6
-VALUE = 2.0**-8
-"""Below the largest element of the gradients, and exact in all precisions."""
+VALUE = 2.0**-8  # below the largest element of the gradients, and exact in all precisions
 
 PIPELINE = dict(pp_size=2, num_microbatches=2)
 ZERO = dict(zero_stage=1, precision="bf16")

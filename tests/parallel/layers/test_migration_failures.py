@@ -26,8 +26,7 @@ from tests.support.harness import errors_of_the_others
 from tests.support.migration_runs import METHODS, Watch, assert_equal, deciding_run, migrating_run, reference_run, slow
 from tests.support.training import train
 
-DECIDED = 4
-"""Iterations after which training follows the plan that the balancer has decided on."""
+DECIDED = 4  # iterations after which training follows the plan that the balancer has decided on
 
 
 def _other(plan: BalancePlan) -> BalancePlan:

@@ -17,8 +17,7 @@ from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, boost, theirs, tiny_vit
 from tests.support.uneven_runs import backward_of, relieved_run, train_in_parts
 
-STEPS = 4
-"""An ordinary one, one in which units migrate, and two after they were permanently re-sharded."""
+STEPS = 4  # an ordinary one, one in which units migrate, and two after they were permanently re-sharded
 
 
 class Curve(nn.Module):

@@ -21,8 +21,7 @@ from tests.support.migration_runs import assert_equal
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
 
 CASES = (("gpt2", "split_gather"), ("llama", "split_gather"), ("llama", "ring"))
-REFERENCE = {"gpt2": "split_gather", "llama": None}
-"""The mode of Colossal-AI that a family is compared with."""
+REFERENCE = {"gpt2": "split_gather", "llama": None}  # the mode of Colossal-AI that a family is compared with
 
 
 def options(mode: str | None) -> dict[str, Any]:

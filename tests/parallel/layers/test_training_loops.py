@@ -252,17 +252,13 @@ class Case:
     train: Callable[[Trained], Any] = plainly
     options: dict[str, Any] = field(default_factory=dict)
     """Of the plugin, besides two ranks of tensor parallelism, or three."""
-    model: Callable[[], nn.Module | None] = lambda: None
-    """None: that of :func:`migrating_run`."""
-    columns: bool = False
-    """Whether it is checked in column form too."""
+    model: Callable[[], nn.Module | None] = lambda: None  # None: that of :func:`migrating_run`
+    columns: bool = False  # whether it is checked in column form too
     for_good: bool | None = False
     """Whether units can be permanently re-sharded: if the loop keeps no tensor of a parameter's shape from one step to
     the next. None: this is tried, and hooks prevent it."""
-    sender: int | None = None
-    """The global rank that gives work away; None: another one in each case."""
-    methods: tuple[str, ...] | None = None
-    """With dropout in blocks, units do not draw Colossal-AI's masks."""
+    sender: int | None = None  # the global rank that gives work away; None: another one in each case
+    methods: tuple[str, ...] | None = None  # with dropout in blocks, units do not draw Colossal-AI's masks
 
 
 CASES: dict[str, Case] = {

@@ -40,8 +40,7 @@ from tests.support.training import tiny_vit
 
 MICRO_BATCH, GLOBAL_BATCH, BLOCKS = 2, 8, 6
 BLOCK_SECONDS = 0.1
-WINDOW, PHASE = 2, 6
-"""Iterations of a window, and of a phase in which the same rank is slow."""
+WINDOW, PHASE = 2, 6  # iterations of a window, and of a phase in which the same rank is slow
 
 
 def cluster(nodes: tuple[int, ...]) -> Topology:

@@ -46,8 +46,7 @@ def test_options_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pg_options" not in seen[2][2] and os.environ["NCCL_NET"] == "other"
 
 
-PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3))
-"""A plan in which each replica is in one node."""
+PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3))  # A plan in which each replica is in one node
 
 
 def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "cpu", size: int = 2) -> Topology:

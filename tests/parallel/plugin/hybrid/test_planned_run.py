@@ -35,10 +35,8 @@ CROSSED = [[[1], [2]], [[3], [0]]]
 class Case(NamedTuple):
     plan: Plan
     options: dict[str, Any] | None = None
-    trained: str = ""
-    """What is trained, with clipped gradients; all, without clipping."""
-    loop_clips: bool = False
-    """The loop clips, and not the step."""
+    trained: str = ""  # what is trained, with clipped gradients; all, without clipping
+    loop_clips: bool = False  # the loop clips, and not the step
 
 
 def of(rank_order: list[Any], *splits: tuple[int, ...], **options: Any) -> Iterator[Case]:

@@ -20,8 +20,7 @@ from tests.support.training import make_step
 from tests.support.zero_runs import Boosted, assert_trained, boosted, fit, flat, global_batches, unmeasured
 
 SAMPLES, GLOBAL_BATCH = 32, 8
-BROKEN = {0, 3, 9, 12, 16, 28}
-"""Samples that cannot be read; each micro-batch of the divisions has others."""
+BROKEN = {0, 3, 9, 12, 16, 28}  # samples that cannot be read; each micro-batch of the divisions has others
 DIVISIONS = {2: [[[5], [3]], [[3, 2], [2, 1]]], 3: [[[2], [4], [2]], [[2, 1], [2, 1], [1, 1]]]}
 EMPTY = [[6, 0], [0, 2]]
 

@@ -22,8 +22,7 @@ from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, 
 
 ZERO = (0, 1, 2, 3)
 PLUGINS = (*ZERO, "hybrid")
-KINDS = (1, 3, "hybrid")
-"""Those that differ in how losses are checked and files are kept."""
+KINDS = (1, 3, "hybrid")  # those that differ in how losses are checked and files are kept
 DROP_LAST = dict(drop_last=True)
 
 

@@ -25,8 +25,7 @@ GLOBAL_BATCH, EPOCHS, RATE = 8, 2, 0.1
 NORM = 0.05  # below the norm of all gradients
 CLASSES = (1.0, 2.0, 3.0)  # weights, so that a loss is a mean over what is known only when all micro-batches are there
 ALL = (0, 1, 2, 3)
-WHOLE = {2: [[7], [1]], 3: [[5], [0], [3]]}
-"""By number of ranks: a division in which every rank has one micro-batch."""
+WHOLE = {2: [[7], [1]], 3: [[5], [0], [3]]}  # by number of ranks: a division in which every rank has one micro-batch
 PARTS = {2: [[4, 1], [1, 2]], 3: [[2, 2], [1, 0], [2, 1]]}
 """By number of ranks: a division in which every rank has two micro-batches."""
 
@@ -254,10 +253,8 @@ def counted(script: Script) -> None:
 class Exact(NamedTuple):
     loop: Loop
     stages: tuple[int, ...] = ALL
-    per_step: int = 1
-    """Global batches of a step."""
-    counts_batches: bool = False
-    """The loop counts the batches of the loader, so that each must be a global batch."""
+    per_step: int = 1  # global batches of a step
+    counts_batches: bool = False  # the loop counts the batches of the loader, so that each must be a global batch
 
 
 EXACT = {
@@ -303,8 +300,7 @@ class Run(NamedTuple):
     size: int = GLOBAL_BATCH
     optimizer: str = "sgd"
     options: dict[str, Any] | None = None
-    max_norm: float = 0.0
-    """That of one process, in loops with a schedule."""
+    max_norm: float = 0.0  # that of one process, in loops with a schedule
     rtol: float = 1e-5
     atol: float = 1e-6
 
