@@ -43,10 +43,6 @@ def classified(index: int, generator: torch.Generator) -> Any:
     return numbers(generator, WIDTH), index % CLASSES
 
 
-def in_order(index: int, generator: torch.Generator) -> Any:
-    return numbers(generator, WIDTH), index // 18
-
-
 def map_of_pixels(equally_many: bool) -> Make:
     def make(index: int, generator: torch.Generator) -> Any:
         labels = torch.randint(CLASSES, (4, 4), generator=generator)
@@ -61,10 +57,6 @@ def masked(index: int, generator: torch.Generator) -> Any:
     return dict(x=numbers(generator, 12, WIDTH), y=numbers(generator, 12), mask=mask.float())
 
 
-def some_ignored(index: int, generator: torch.Generator) -> Any:
-    return numbers(generator, WIDTH), -100 if index % 4 == 0 else index % CLASSES
-
-
 def with_zeros(head: Any) -> nn.Module:
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -72,11 +64,11 @@ def with_zeros(head: Any) -> nn.Module:
 
 
 def zero() -> nn.Module:
-    return with_zeros(nn.Linear(WIDTH, CLASSES))
+    return with_zeros(linear())
 
 
-def linear(classes: int = CLASSES) -> nn.Module:
-    return nn.Linear(WIDTH, classes)
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, CLASSES)
 
 
 def pixels() -> nn.Module:
@@ -123,13 +115,13 @@ UNKNOWN = "cannot be found out"
 CASES = [
     Case("classes", classified, "samples"),
     Case("a loss in training mode only", classified, "samples", step=in_training_only),
-    Case("mild class weights", in_order, ASKS, nn.CrossEntropyLoss(torch.tensor([1, 1, 1.5, 1.5, 2]))),
+    Case("mild class weights", lambda i, g: (numbers(g, WIDTH), i // 18), ASKS, weighing(1, 1, 1.5, 1.5, 2)),
     Case("equal class weights", classified, "samples", weighing(*[3.0] * 5)),
     Case("a class that is hardly seen", lambda i, g: (numbers(g, WIDTH), 1), UNKNOWN, weighing(9.0, *[1.0] * 4)),
     Case("pixels without 255", map_of_pixels(False), ASKS, WITHOUT_255, pixels),
     Case("equally many pixels are left out", map_of_pixels(True), UNKNOWN, WITHOUT_255, pixels),
-    Case("samples without a label", some_ignored, ASKS),
-    Case("masked regression", masked, ASKS, step=regression, model=lambda: linear(1)),
+    Case("samples without a label", lambda i, g: (numbers(g, WIDTH), -100 if i % 4 == 0 else i % CLASSES), ASKS),
+    Case("masked regression", masked, ASKS, step=regression, model=lambda: nn.Linear(WIDTH, 1)),
     Case("contrastive", classified, ASKS, step=contrastive, model=linear),
     Case("random noise", classified, "differs from pass to pass", step=random_noise),
     Case("all alike", lambda index, generator: (torch.ones(WIDTH), 1), "have the same loss"),
