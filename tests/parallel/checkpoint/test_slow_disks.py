@@ -31,7 +31,7 @@ def main(folder: Path) -> None:
     colossalai.launch_from_torch()
     rank, create = dist.get_rank(), FileOperations.create
     if rank == 1:
-        FileOperations.create = lambda files, path: (time.sleep(0.02), create(files, path))[1]  # type: ignore
+        FileOperations.create = lambda files, path: (time.sleep(0.01), create(files, path))[1]  # type: ignore
     for number in range(PLUGINS):
         local, shared = folder / f"local-{number}-{rank}", folder / f"shared-{number}"
         config = CheckpointConfig(local=local, shared=shared, node=f"node-{rank}")
