@@ -141,11 +141,11 @@ def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
 
 @on(2)
 def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
-    """The plan expects forward passes of 10 ms in both stages. In the second one they take at least 60 ms."""
+    """The plan expects forward passes of 10 ms in both stages. In the second one they take at least 90 ms."""
     plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES, forward_seconds=[0.01, 0.01])
     model = tiny_vit(depth=plan.blocks)
     for block in model.blocks if dist.get_rank() == 0 else ():
-        block.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+        block.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     plugin = planned(plan, planning=PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile()))
     booster = Booster(plugin=plugin)
 
@@ -168,7 +168,7 @@ def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
         second = plugin.drift
         assert second is not first
         (slow,) = (stage for stage in second.drifted if stage.ranks == (0,))
-        assert slow.stage == 1 and slow.measured.forward_seconds >= 0.06
+        assert slow.stage == 1 and slow.measured.forward_seconds >= 0.09
         assert second.proposal.plan.layers_per_stage[1] < 3 and not plugin.plan_changes
         words = [call.args[0] for call in printed.call_args_list]
         assert bool(words) == (dist.get_rank() == 0)
