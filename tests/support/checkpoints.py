@@ -1,7 +1,5 @@
 """Save and load checkpoints of runs, and read their weights without Colossal-AI."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

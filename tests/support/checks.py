@@ -1,9 +1,8 @@
 """Checks that share a start of ranks, because starting ranks takes longer than most checks."""
 
-from __future__ import annotations
-
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,41 +14,38 @@ from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 
 Check = Callable[..., None]
-Case = tuple[Check, tuple[Any, ...]]
+Cases = dict[int, list[tuple[Check, tuple[Any, ...]]]]
 
 
-class Checks:
-    """The checks of a test module, each of which runs on all ranks of a world of some size (``@checks.on(2)``), one
-    start for each size: ``test_on_ranks = checks.test()`` at the end of the module. A check with an argument
-    ``folder`` gets an empty folder of its own, the same on all ranks."""
+def on(ranks: int, *args: Any) -> Callable[[Check], Check]:
+    """Run the decorated function, at the top of a test module, with ``args`` on all ranks of a world of so many ranks.
+    The module gets one test for all such checks, ``test_on_ranks``, with one start for each number of ranks; the first
+    check that fails ends it. A check with an argument ``folder`` gets an empty folder, the same on all ranks."""
 
-    def __init__(self) -> None:
-        self._cases: dict[int, list[Case]] = {}
+    def add(check: Check) -> Check:
+        names = vars(sys.modules[check.__module__])
+        if "test_on_ranks" not in names:
+            names["test_on_ranks"] = _test_of(names.setdefault("_cases", {}))
+        names["_cases"].setdefault(ranks, []).append((check, args))
+        return check
 
-    def on(self, ranks: int, *args: Any) -> Callable[[Check], Check]:
-        """Run the decorated function with ``args`` on so many ranks; it must be defined at the top of a module."""
-
-        def add(check: Check) -> Check:
-            self._cases.setdefault(ranks, []).append((check, args))
-            return check
-
-        return add
-
-    def if_thorough(self, ranks: int, *args: Any) -> Callable[[Check], Check]:
-        """As :meth:`on`, with ``make test-thorough`` only."""
-        return self.on(ranks, *args) if IS_THOROUGH else lambda check: check
-
-    def test(self) -> Callable[[int, Path], None]:
-        """The test of the checks so far, one start for each number of ranks. The first check that fails ends it."""
-
-        @pytest.mark.parametrize("ranks", sorted(self._cases))
-        def test(ranks: int, tmp_path: Path) -> None:
-            run_ranks(ranks, _run_all, self._cases[ranks], tmp_path, timeout_seconds=600)
-
-        return test
+    return add
 
 
-def _run_all(cases: Sequence[Case], root: Path) -> None:
+def if_thorough(ranks: int, *args: Any) -> Callable[[Check], Check]:
+    """As :func:`on`, with ``make test-thorough`` only."""
+    return on(ranks, *args) if IS_THOROUGH else lambda check: check
+
+
+def _test_of(cases: Cases) -> Callable[[int, Path], None]:
+    @pytest.mark.parametrize("ranks", cases)
+    def test(ranks: int, tmp_path: Path) -> None:
+        run_ranks(ranks, _run_all, cases[ranks], tmp_path, timeout_seconds=600)
+
+    return test
+
+
+def _run_all(cases: Sequence[tuple[Check, tuple[Any, ...]]], root: Path) -> None:
     for number, (check, args) in enumerate(cases):
         folder = root / str(number)
         folder.mkdir(exist_ok=True)

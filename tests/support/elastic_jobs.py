@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.zero.low_level.bookkeeping import TensorBucket
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
@@ -36,6 +37,7 @@ from colossal_hetero.plugin.zero.gradient_sums import GradientSums
 from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
 from tests.support.harness import check_preloaded, forked_context
 from tests.support.layer_profiles import layer_times
+from tests.support.training import train_alone
 
 BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
 LIMIT_SECONDS = 240
@@ -81,22 +83,14 @@ class Texts(Dataset[dict[str, Tensor]]):
         return dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
 
 
+@functools.cache
 def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     model = gpt2().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    data, losses = Texts(), []
-    for step in range(steps):
-        first = step % BATCHES * GLOBAL_BATCH
-        samples = [data[index] for index in range(first, first + GLOBAL_BATCH)]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        loss = loss_of(model(**batch), batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    data, firsts = Texts(), (step % BATCHES * GLOBAL_BATCH for step in range(steps))
+    batches = (default_collate([data[first + number] for number in range(GLOBAL_BATCH)]) for first in firsts)
+    losses = train_alone(model, optimizer, batches, lambda model, batch: loss_of(model(**batch), batch), 1.0, schedule)
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
@@ -409,23 +403,29 @@ def run_job(
     joins: Mapping[str, int] | None = None,
     warnings: Mapping[int, int] | None = None,
     folder: Path | None = None,
+    script_of: Callable[[int], tuple[Any, ...] | None] = lambda number: None,
     **options: Any,
 ) -> Outcome:
     """Run a job until all its members have ended. ``kills``: by number of the member; ``joins``, by node, and
-    ``warnings`` (SIGTERM), by number: the step after which. ``options`` are those of :func:`train`."""
+    ``warnings`` (SIGTERM), by number: the step after which. ``script_of``: the script of a member, by number; default
+    :func:`train` with ``options``."""
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
+
+    def start(node: str) -> None:
+        number = len(job.members)
+        job.start(node, kills.get(number), script_of(number))
 
     def at_message(_: int, kind: str, content: list[Any]) -> None:
         if kind != "step":
             return
         for node in [node for node, after in joins.items() if content[0] >= after]:
             del joins[node]
-            job.start(node, kills.get(len(job.members)))
+            start(node)
         for number in [number for number, after in warned.items() if content[0] >= after]:
             del warned[number]
             job.members[number].terminate()
 
     with Job(steps, folder=folder, joins=[after for after in joins.values() if after < steps], **options) as job:
-        for number, node in enumerate(nodes):
-            job.start(node, kills.get(number))
+        for node in nodes:
+            start(node)
         return job.run(at_message)

@@ -1,7 +1,5 @@
 """Training runs in which a rank gives work away from the first iteration on, for tests of migration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +10,10 @@ import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.plan import BalancePlan
-from tests.support.language_models import plan_of
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import SlowdownScript, Trained, boost, ours, scripted, sgd, theirs, tiny_vit
 
@@ -45,34 +43,39 @@ def small_vit(pp_size: int = 1, **_: Any) -> nn.Module:
 
 
 def migrating_run(
-    method: str, senders: int | Sequence[int], model: nn.Module | None = None, choices: Any = None, **options: Any
+    method: str,
+    senders: int | Sequence[int],
+    model: nn.Module | None = None,
+    choices: Any = None,
+    make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
+    **options: Any,
 ) -> Trained:
     """A model, by default :func:`small_vit`, boosted by our plugin, in which each of the global ranks ``senders``
-    gives 0.6 of its work to its group; with ``choices`` of the balancing other than :func:`migrate`'s, ``options`` of
+    gives work away, see :func:`give`; with ``choices`` of the balancing other than :func:`migrate`'s, ``options`` of
     the plugin."""
     config = migrate(method, **(dict(warmup_iterations=10**6) | (choices or {})))
     with scripted():
-        run = boost(ours(config, **options), model or small_vit(**options), sgd)
-    give(run, senders)
+        run = boost(ours(config, **options), model or small_vit(**options), make_optimizer)
+    give(run.plugin, senders)
     return run
 
 
-def deciding_run(
-    slowdown: SlowdownScript, method: str = "block", model: nn.Module | None = None, **more: Any
-) -> Trained:
-    """A model, by default :func:`small_vit`, whose balancer finds out which rank is slow: a plan applies from the
-    third slow iteration on. ``more`` are choices of the balancing."""
+def deciding_run(slowdown: SlowdownScript, method: str = "block", **more: Any) -> Trained:
+    """A run whose balancer finds out which rank is slow: a plan applies from the third slow iteration on. ``more`` are
+    choices of the balancing."""
     with scripted(slowdown):
-        return boost(ours(migrate(method, **more), tp_size=dist.get_world_size()), model or small_vit(), sgd)
+        return boost(ours(migrate(method, **more), tp_size=dist.get_world_size()), small_vit(), sgd)
 
 
-def give(run: Trained, senders: int | Sequence[int]) -> None:
-    """Let each of the global ranks ``senders`` give 0.6 of its work to the others of its group from now on."""
-    group = dist.get_process_group_ranks(run.plugin.tp_group)
-    senders = [senders] if isinstance(senders, int) else senders
-    for rank in senders:
-        if rank in group:
-            run.plugin.balancer.follow(plan_of(group.index(rank), len(group), 0.6))
+def give(plugin: Any, senders: int | Sequence[int]) -> None:
+    """Let each of the global ranks ``senders`` give 0.6 of its work to the others of its group from now on, in unequal
+    parts."""
+    group = dist.get_process_group_ranks(plugin.tp_group)
+    for sender in ({senders} if isinstance(senders, int) else {*senders}) & {*group}:
+        given = tuple(0.6 * (rank == sender) for rank in group)
+        parts = [0.0 if rank == sender else 1.0 + place for place, rank in enumerate(group)]
+        receive = tuple(0.6 * part / sum(parts) for part in parts)
+        plugin.balancer.follow(BalancePlan((0.0,) * len(group), given, receive))
 
 
 def seeded_migrating_run(make: Callable[[], nn.Module], senders: int | Sequence[int]) -> Trained:
@@ -87,7 +90,7 @@ def seeded_migrating_run(make: Callable[[], nn.Module], senders: int | Sequence[
 def draw_by_unit(run: Trained) -> Trained:
     """Let dropout be drawn by unit from now on, as after any plan. Each rank computes its own units."""
     group = dist.get_process_group_ranks(run.plugin.tp_group)
-    give(run, group[0])
+    give(run.plugin, group[0])
     run.plugin.balancer.follow(BalancePlan.idle(len(group)))
     return run
 
@@ -106,14 +109,11 @@ class Watch:
     """The plan after each iteration."""
     messages: list[int] = field(default_factory=list)
     """The number of messages that this rank sent in each iteration."""
-    bytes: list[int] = field(default_factory=list)
-    """The bytes of these messages."""
 
     def __call__(self, iteration: int) -> None:
         balancer = self.run.plugin.balancer
         self.plans.append(balancer.plan)
         self.messages.append(sum(sent.messages for sent in balancer.traffic.sent.values()))
-        self.bytes.append(sum(sent.bytes for sent in balancer.traffic.sent.values()))
         balancer.traffic.reset()
 
     def assert_migrated(self, sender: int, what: str) -> None:

@@ -9,7 +9,7 @@ from colossalai.pipeline import p2p
 from torch import Tensor
 
 from colossal_hetero.planner.cost.pass_order import GraphSeconds, zero_bubble_nodes
-from tests.support.training import loss_of, mean_over_replicas, pipeline_step, sgd, tiny_vit
+from tests.support.training import loss_of, make_step, mean_over_replicas, pipeline_step, sgd, tiny_vit
 from tests.support.training import train_alone as train_model_alone
 
 ITERATIONS = 3
@@ -50,9 +50,7 @@ def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0) -> lis
             assert p2p.dist.batch_isend_irecv.__self__.kept == 0  # no message is kept for longer than a step
         else:
             loss = loss_of(run.model(images), labels)
-            run.booster.backward(loss, run.optimizer)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            make_step(run.optimizer, loss)
             own = loss.item()
         losses.append(mean_over_replicas(own, len(labels)))
     return losses

@@ -1,7 +1,5 @@
 """Shard a model over all ranks and compare it with the model it was made from."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ If there is a file ``wait``, it removes it, and waits until its torchrun has end
 With a store of the job, processes recover, and wait for others after the steps that :func:`hold` says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

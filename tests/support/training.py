@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.interface import OptimizerWrapper
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -54,6 +55,18 @@ def by_labels(outputs: Tensor, inputs: tuple[Tensor, Tensor]) -> Tensor:
 
 def loss_of_batch(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
     return loss_of(model(inputs[0]), inputs[1])
+
+
+def run_backward(optimizer: Any, loss: Tensor) -> None:
+    optimizer.backward(loss) if isinstance(optimizer, OptimizerWrapper) else loss.backward()
+
+
+def make_step(optimizer: Any, loss: Tensor | None = None) -> None:
+    """A step, boosted or in one process, after the backward pass of ``loss`` if it is given."""
+    if loss is not None:
+        run_backward(optimizer, loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 SlowdownScript = Callable[[int, int], float]
@@ -123,8 +136,7 @@ class Trained:
         """Make a step, after the backward pass of ``loss`` if it is given."""
         if loss is not None:
             self.booster.backward(loss, self.optimizer)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        make_step(self.optimizer)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -191,8 +203,7 @@ def train(
                     run.booster.backward(loss, optimizer)
             if loss is not None:
                 total = (total or 0.0) + loss.item()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
         if total is not None:
             run.losses.append(total)
         balancer = getattr(plugin, "balancer", None)
@@ -206,8 +217,7 @@ def train(
 def pipeline_step(run: Any, batches: Iterator[Any], criterion: Callable[..., Tensor] = by_labels) -> float | None:
     """A step with ``execute_pipeline``; the loss, where this rank knows it. ``run``: as :class:`Trained`."""
     result = run.booster.execute_pipeline(batches, run.model, criterion, run.optimizer, return_loss=True)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    make_step(run.optimizer)
     return None if result["loss"] is None else float(result["loss"])
 
 
@@ -225,16 +235,18 @@ def train_alone(
     batches: Iterable[Any],
     loss_of: Callable[[nn.Module, Any], Tensor] = loss_of_batch,
     max_norm: float = 0.0,
+    schedule: Any = None,
 ) -> list[float]:
-    """Train with plain torch in one process; the loss of each batch."""
+    """Train as a usual script does, with plain torch in one process, or boosted; the loss of each batch."""
     losses = []
     for inputs in batches:
         loss = loss_of(model, inputs)
-        loss.backward()
+        run_backward(optimizer, loss)
         if max_norm:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
+        if schedule is not None:
+            schedule.step()
         losses.append(loss.item())
     return losses
 

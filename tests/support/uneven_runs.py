@@ -1,7 +1,5 @@
 """Runs in which a rank gives units away for good, in fp64, and the same training in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance import BalancePlan
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
-from tests.support.training import Trained, batch, boost, ours, scripted, tiny_vit
+from tests.support.migration_runs import migrate, migrating_run
+from tests.support.training import Trained, batch, tiny_vit
 
 MAX_NORM = 0.5
 """Below the norm of the gradients, so that they are clipped."""
@@ -29,18 +27,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 def config(**choices: Any) -> BalanceConfig:
     """Units are permanently re-sharded after a step, by a plan that the test gives."""
-    choices = dict(mode="migrate", warmup_iterations=10**6, measure_costs=False, reshard_after=1) | choices
-    return BalanceConfig(**choices)
-
-
-def relieve(plugin: Any, straggler: int) -> None:
-    """Let the global rank ``straggler`` give 0.6 of its units to the others of its group, in unequal parts."""
-    group = dist.get_process_group_ranks(plugin.tp_group)
-    if straggler in group:
-        parts = [0.0 if rank == straggler else 1.0 + place for place, rank in enumerate(group)]
-        receive = tuple(0.6 * part / sum(parts) for part in parts)
-        migrate = tuple(0.6 * (rank == straggler) for rank in group)
-        plugin.balancer.follow(BalancePlan((0.0,) * len(group), migrate, receive))
+    return migrate("block", **(dict(warmup_iterations=10**6, reshard_after=1) | choices))
 
 
 @contextmanager
@@ -70,14 +57,10 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 def relieved_run(
     straggler: int | None, model: nn.Module, make: MakeOptimizer = adamw, choices: Any = None, **options: Any
 ) -> Trained:
-    """A boosted model, in which the global rank ``straggler`` is relieved; with ``choices`` of the balancing and
-    ``options`` of the plugin."""
-    options = dict(tp_size=dist.get_world_size()) | options
-    with scripted():
-        run = boost(ours(config(**(choices or {})), **options), model, make)
-    if straggler is not None:
-        relieve(run.plugin, straggler)
-    return run
+    """A boosted model, in which the global rank ``straggler`` gives units away for good; with ``choices`` of the
+    balancing and ``options`` of the plugin."""
+    options, choices = dict(tp_size=dist.get_world_size()) | options, dict(reshard_after=1) | (choices or {})
+    return migrating_run("block", () if straggler is None else straggler, model, choices, make, **options)
 
 
 def uneven_run(straggler: int | None, make: MakeOptimizer = adamw, seed: int = 0, **options: Any) -> Trained:

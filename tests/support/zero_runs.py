@@ -1,7 +1,5 @@
 """What tests of ZeRO with uneven batches share: numbered samples, a small model, one training loop, and references."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +7,6 @@ from unittest.mock import patch
 
 import torch
 from colossalai.booster import Booster
-from colossalai.interface import OptimizerWrapper
 from colossalai.shardformer.policies.base_policy import Policy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -20,7 +17,7 @@ from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.data_parallel import attach
 from colossal_hetero.planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity, TimedBatch
 from colossal_hetero.profiling.rank_profiler import ModelDescription
-from tests.support.training import zero_plugin
+from tests.support.training import train_alone, zero_plugin
 
 SAMPLES = 29
 
@@ -221,16 +218,8 @@ def fit(
     max_norm: float = 0.0,
     schedule: Any = None,
 ) -> Tensor:
-    """Train as a usual script does, boosted or in one process. Returns the parameters."""
-    for batch in batches:
-        loss = loss_of(model, batch)
-        optimizer.backward(loss) if isinstance(optimizer, OptimizerWrapper) else loss.backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        if schedule is not None:
-            schedule.step()
+    """The parameters after training as a usual script does, boosted or in one process."""
+    train_alone(model, optimizer, batches, loss_of, max_norm, schedule)
     return flat(model)
 
 

@@ -1,7 +1,5 @@
 """Balancing through the plugin: slow ranks are detected and prune, all ranks have the same plan, training continues."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED, MEASURED_EVERY
 from colossal_hetero.balance.clock import CpuClock
 from colossal_hetero.layers import hetero_layers
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.training import (
     ScriptedClock,
     Trained,
@@ -37,8 +35,6 @@ from tests.support.training import (
     train,
 )
 
-checks = Checks()
-
 
 def resizing(**rules: Any) -> BalanceConfig:
     return BalanceConfig(mode="resize", pruning=Pruning(resizing="column", resize_overhead=0.0, **rules))
@@ -48,14 +44,13 @@ RESIZE = resizing()
 SLOWDOWN = 4.0
 RATIO = 0.75  # (T − T_ref) / M = (χ − 1) / χ
 PHASE = 6
-SETTLED = 4
-"""After a change of speed, the plan is adapted within this number of iterations."""
+SETTLED = 4  # after a change of speed, the plan is adapted within this number of iterations
 
 
-def each_rank_slow_in_turn(phase: int, rank: int, iteration: int) -> float:
-    """No rank is slow in the first ``phase`` iterations, then rank 0, then none, then rank 1, and so on."""
+def slow_in_turn(phase: int, turn: Sequence[int], rank: int, iteration: int) -> float:
+    """No rank is slow in the first ``phase`` iterations, then the first rank of ``turn``, then none, and so on."""
     number = iteration // phase
-    return SLOWDOWN if number % 2 == 1 and number // 2 == rank else 1.0
+    return SLOWDOWN if number % 2 == 1 and turn[number // 2] == rank else 1.0
 
 
 def always(*slow: int) -> Any:
@@ -82,9 +77,8 @@ def assert_layers_follow_the_plan(run: Trained, what: str) -> None:
     assert pruned and set(pruned) == {ratio}, what
 
 
-def check_every_rank_in_turn(options: dict[str, Any], phase: int = PHASE, **rules: Any) -> tuple[Any, ...]:
-    world = dist.get_world_size()
-    with scripted(partial(each_rank_slow_in_turn, phase)):
+def check_ranks_in_turn(options: dict[str, Any], turn: Sequence[int], phase: int, **rules: Any) -> tuple[Any, ...]:
+    with scripted(partial(slow_in_turn, phase, turn)):
         run = boost(ours(resizing(**rules), **options), tiny_vit(depth=options.get("pp_size", 1)))
 
     def each(iteration: int) -> None:
@@ -93,7 +87,7 @@ def check_every_rank_in_turn(options: dict[str, Any], phase: int = PHASE, **rule
         if iteration % phase == phase - 1:
             assert_replicas_are_equal(run, what)
 
-    train(run, phase * (2 * world + 1), same_batch=True, each=each)
+    train(run, phase * (2 * len(turn) + 1), same_batch=True, each=each)
     records, history = run.plugin.balancer.collect(), None
     if records is not None:
         assert [record.iteration for record in records] == list(range(len(run.plans)))
@@ -102,11 +96,10 @@ def check_every_rank_in_turn(options: dict[str, Any], phase: int = PHASE, **rule
     return run.plans, run.losses, history
 
 
-def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], phase: int = PHASE) -> None:
-    """Assert that the ``plans`` of the group of global ``ranks`` follow :func:`each_rank_slow_in_turn`."""
+def assert_follows(plans: list[tuple[float, ...]], ranks: Sequence[int], turn: Sequence[int], phase: int) -> None:
     for iteration, plan in enumerate(plans):
-        now = [each_rank_slow_in_turn(phase, rank, iteration) for rank in ranks]
-        before = [each_rank_slow_in_turn(phase, rank, max(0, iteration - SETTLED)) for rank in ranks]
+        now = [slow_in_turn(phase, turn, rank, iteration) for rank in ranks]
+        before = [slow_in_turn(phase, turn, rank, max(0, iteration - SETTLED)) for rank in ranks]
         if now == before:
             expected = [RATIO if slowdown > 1 else 0.0 for slowdown in now]
             assert plan == pytest.approx(expected), f"iteration {iteration}: {plan}"
@@ -114,14 +107,14 @@ def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], phase: int 
         assert all(ratio == 0 or max(now[i], before[i]) > 1 for i, ratio in enumerate(plan)), f"{iteration}: {plan}"
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def the_plan_follows_when_each_rank_is_the_straggler_in_turn() -> None:
     world = dist.get_world_size()
-    results = of_all_ranks(check_every_rank_in_turn(dict(tp_size=world)))
+    results = of_all_ranks(check_ranks_in_turn(dict(tp_size=world), range(world), PHASE))
     assert all(found[:2] == results[0][:2] for found in results), "ranks have different plans or losses"
     plans, losses, (changes, resized) = results[0]
-    assert_follows(plans, list(range(world)))
+    assert_follows(plans, range(world), range(world), PHASE)
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.5 * losses[0], losses
     # The plan changes once after each change of a rank's speed.
@@ -135,22 +128,23 @@ def the_plan_follows_when_each_rank_is_the_straggler_in_turn() -> None:
 IN_FP16 = dict(precision="fp16", initial_scale=2**8)
 
 
-@checks.on(4, dict(precision="bf16", zero_stage=2, max_norm=1.0), (1, 2, 3), dict(imputation="same"))
-@checks.on(4, dict(pp_size=2, num_microbatches=3) | IN_FP16, (3,), dict(imputation="average", priority="random"))
-@checks.on(2, IN_FP16, (), dict(imputation="same", priority="priority", priority_interval=2))
+@on(4, dict(precision="bf16", zero_stage=2, max_norm=1.0), (1, 2, 3), dict(imputation="same"))
+@on(4, dict(pp_size=2, num_microbatches=3) | IN_FP16, (3,), dict(imputation="average", priority="random"))
+@on(2, IN_FP16, (), dict(imputation="same", priority="priority", priority_interval=2))
 def each_replica_and_each_stage_has_its_own_plan(
     options: dict[str, Any], with_losses: Sequence[int], rules: dict[str, Any]
 ) -> None:
-    results = of_all_ranks(check_every_rank_in_turn(options | dict(tp_size=2), PHASE - 1, **rules))
+    turn = (1, 2)[: dist.get_world_size() // 2]  # one of each group
+    results = of_all_ranks(check_ranks_in_turn(options | dict(tp_size=2), turn, PHASE - 1, **rules))
     for ranks in ([0, 1], [2, 3])[: len(results) // 2]:
         for rank in ranks:
             assert results[rank][0] == results[ranks[0]][0], f"rank {rank} has another plan"
-            assert_follows(results[rank][0], ranks, PHASE - 1)
+            assert_follows(results[rank][0], ranks, turn, PHASE - 1)
             if rank in with_losses:
-                assert results[rank][1][-1] < 0.5 * results[rank][1][0]
+                assert results[rank][1][-1] < 0.7 * results[rank][1][0]
 
 
-@checks.on(2)
+@on(2)
 def an_overflow_is_not_imputed_in_later_iterations() -> None:
     # Columns at random: those of an iteration before are among the ones that the next one prunes.
     config = dataclasses.replace(resizing(imputation="same", priority="random"), warmup_iterations=10**6)
@@ -166,7 +160,7 @@ def an_overflow_is_not_imputed_in_later_iterations() -> None:
     assert scaler.scale.item() == 2**7
 
 
-@checks.on(2)
+@on(2)
 def mode_off_and_max_resize_0_never_prune() -> None:
     expected = train(boost(theirs(tp_size=2)), 8)
     for balance in (BalanceConfig(mode="off"), BalanceConfig(mode="resize", max_resize=0.0)):
@@ -181,9 +175,8 @@ def mode_off_and_max_resize_0_never_prune() -> None:
             assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
 
 
-@checks.on(2)
+@on(2)
 def activation_checkpointing_changes_nothing() -> None:
-    """A recomputed forward pass uses the columns that the first one chose, at random."""
     runs = []
     for reentrant in (None, False, True):
         set_reentrant_ckpt(bool(reentrant))
@@ -199,7 +192,7 @@ def activation_checkpointing_changes_nothing() -> None:
         assert_same_parameters(run.parameters, plain.parameters, "checkpointed")
 
 
-@checks.on(2)
+@on(2)
 def a_straggler_is_found_while_an_overflow_skips_steps() -> None:
     # The loss scale starts at 2^24; gradients overflow until it has become small enough.
     with scripted(always(1)):
@@ -216,7 +209,7 @@ def a_straggler_is_found_while_an_overflow_skips_steps() -> None:
     assert all(math.isfinite(loss) for loss in run.losses) and run.losses[-1] < run.losses[0]
 
 
-@checks.on(2)
+@on(2)
 def mode_off_measures_only_some_iterations() -> None:
     iterations = ALWAYS_MEASURED + MEASURED_EVERY + 1
     expected = train(boost(theirs(tp_size=2), tiny_vit(depth=1)), iterations)
@@ -267,7 +260,7 @@ def assert_few(iterations: list[int]) -> None:
     assert all(number % EVERY == 0 for number in iterations)
 
 
-@checks.on(2)
+@on(2)
 def a_clock_that_costs_time_measures_few_iterations_while_nothing_changes() -> None:
     (measured, plans, _), other = of_all_ranks(check_sampled_balancing())
     assert (measured, plans) == other[:2]
@@ -280,7 +273,7 @@ def a_clock_that_costs_time_measures_few_iterations_while_nothing_changes() -> N
     assert plans[first + SETTLED] == plans[-1] == pytest.approx((0.0, RATIO))
 
 
-@checks.on(2)
+@on(2)
 def nothing_is_balanced_by_times_of_a_gpu_that_waits_for_its_host() -> None:
     starved_to = SLOW_FROM + 20
     (measured, plans, warnings), (*others, other_warnings) = of_all_ranks(check_sampled_balancing(starved_to))
@@ -304,7 +297,7 @@ class Seconds:
         return self.now
 
 
-@checks.on(2)
+@on(2)
 def evaluation_and_pauses_between_steps_do_not_count_as_work() -> None:
     seconds, minutes = Seconds(), 600.0 * (1 + dist.get_rank())
     with patch.object(clocks, "time", seconds):
@@ -333,7 +326,7 @@ def evaluation_and_pauses_between_steps_do_not_count_as_work() -> None:
             assert 0 < rank.work_seconds + rank.communication_seconds < 10, rank
 
 
-@checks.on(4)
+@on(4)
 def waiting_for_other_stages_does_not_count_as_work() -> None:
     seconds = Seconds()
     with patch.object(clocks, "time", seconds):
@@ -352,6 +345,3 @@ def waiting_for_other_stages_does_not_count_as_work() -> None:
     for rank in (rank for record in run.plugin.balancer.collect() or () for rank in record.ranks):
         assert rank.communication_seconds > 1000, rank
         assert 0 < rank.matmul_seconds < rank.work_seconds < 20, rank
-
-
-test_on_ranks = checks.test()

@@ -1,8 +1,6 @@
 """Checkpoints are interchangeable with Colossal-AI's plugin while columns are pruned, while work migrates, and while
 units are permanently re-sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,11 @@ import torch.distributed as dist
 from colossal_hetero import BalanceConfig, CheckpointConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.migration_runs import assert_equal, migrating_run, reference_run
 from tests.support.training import Trained, assert_same_parameters, batch, boost, ours, sgd, theirs, tiny_vit
 from tests.support.training import train as train_more
 from tests.support.uneven_runs import STEPS, adamw, small_vit, train, uneven_run
-
-checks = Checks()
 
 RULES = Pruning(resizing="column", priority="priority", imputation="same", priority_interval=2)
 RESIZE = BalanceConfig(mode="resize", warmup_iterations=10**6, pruning=RULES)
@@ -39,9 +35,9 @@ def start(method: str, seed: int = 0, idle: bool = False, **options: Any) -> Tra
     return run
 
 
-@checks.on(2, "resize", dict(tp_size=2, precision="bf16"), True)
-@checks.on(2, "broadcast-reduce", dict(tp_size=2), False)
-@checks.on(4, "block", PIPELINE, True)
+@on(2, "resize", dict(tp_size=2, precision="bf16"), True)
+@on(2, "broadcast-reduce", dict(tp_size=2), False)
+@on(4, "block", PIPELINE, True)
 def checkpoints_are_interchangeable(method: str, options: dict[str, Any], sharded: bool, folder: Path) -> None:
     run = start(method, **options)
     plan = run.plugin.balancer.plan
@@ -89,7 +85,6 @@ def is_uneven(run: Trained) -> bool:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """All files of a checkpoint, by name, and tensors in them, by the path to them."""
     found: dict[str, Any] = {}
 
     def add(path: str, value: Any) -> None:
@@ -121,10 +116,9 @@ def plain_run(seed: int = 0) -> Trained:
     return boost(theirs(tp_size=dist.get_world_size(), max_norm=0.5), small_vit(seed), adamw)
 
 
-@checks.on(2, 1, (True, False))
-@checks.on(3, 0, (True,))
+@on(2, 1, (True, False))
+@on(3, 0, (True,))
 def checkpoints_of_colossalais_format_are_ordinary(straggler: int, forms: Sequence[bool], folder: Path) -> None:
-    """``forms``: whether a checkpoint is sharded."""
     run = uneven_run(straggler)
     train(run, STEPS)
     assert is_uneven(run)
@@ -172,7 +166,7 @@ def checkpoints_of_colossalais_format_are_ordinary(straggler: int, forms: Sequen
         assert_same(found, contents(folder / f"plain {sharded}"), 1e-10)
 
 
-@checks.on(2)
+@on(2)
 def layer_checkpoints_are_ordinary(folder: Path) -> None:
     def begin(straggler: int | None, seed: int) -> Trained:
         return uneven_run(straggler, seed=seed, checkpoints=CheckpointConfig(shared=folder, save_every=STEPS))
@@ -199,6 +193,3 @@ def layer_checkpoints_are_ordinary(folder: Path) -> None:
         other.losses = run.losses[:STEPS]
         train(other, MORE)
         assert other.losses == pytest.approx(run.losses, rel=1e-10), straggler
-
-
-test_on_ranks = checks.test()

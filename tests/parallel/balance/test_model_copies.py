@@ -1,7 +1,5 @@
 """Deep copies of a boosted model, for moving averages; the reference is Colossal-AI's plugin."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +12,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from colossal_hetero import BalanceConfig
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import llama, tokens, train_on_tokens
 from tests.support.migration_runs import assert_equal, migrating_run
 from tests.support.training import batch, boost, ours, sgd, theirs, tiny_vit, train, train_alone
-
-checks = Checks()
-
 
 STEPS = 3
 
@@ -41,10 +36,9 @@ FAMILIES: tuple[tuple[Callable[[], nn.Module], Any, Any, Any, Callable[[Any], Te
 )
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def averages_of_weights_are_exact() -> None:
-    """Averages of the weights while a rank is slow; units would be permanently re-sharded after two steps."""
     ranks = dist.get_world_size()
     for sender, (make, theirs_options, options, train_one, outputs) in enumerate(FAMILIES[: 4 - ranks]):
         expected = boost(theirs(tp_size=ranks, **theirs_options), make(), sgd)
@@ -76,11 +70,9 @@ def averages_of_weights_are_exact() -> None:
         train_one(run, 1)
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def copies_can_be_trained() -> None:
-    """A copy of a copy is trained, with slopes that all ranks have whole; the reference is one process."""
-
     def make() -> nn.Module:
         return tiny_vit(depth=1, act_layer=nn.PReLU)
 
@@ -92,7 +84,7 @@ def copies_can_be_trained() -> None:
     torch.testing.assert_close(copied.blocks[0].mlp.act.weight, alone.blocks[0].mlp.act.weight, rtol=1e-5, atol=1e-6)
 
 
-@checks.on(2)
+@on(2)
 def copies_keep_the_shapes_of_parameters() -> None:
     run = migrating_run("block", 1, choices=dict(reshard_after=2), tp_size=2)
     train(run, STEPS)
@@ -107,9 +99,8 @@ def copies_keep_the_shapes_of_parameters() -> None:
     assert not run.plugin.balancer.has_resharded and sum(run.plugin.balancer.plan.migrate) > 0.1
 
 
-@checks.on(1)
+@on(1)
 def models_of_one_rank_are_copied() -> None:
-    """Without tensor parallelism; and hooks of the user's own are copied."""
     run = boost(ours(BalanceConfig(mode="off"), tp_size=1), None, sgd)
     seen: list[nn.Module] = []
     run.model.unwrap().blocks[0].register_forward_hook(lambda module, *_: seen.append(module))
@@ -119,6 +110,3 @@ def models_of_one_rank_are_copied() -> None:
     seen.clear()
     made(batch()[0])
     assert seen == [made.blocks[0]]
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """Measuring costs before training: the same on all ranks, without a trace."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
@@ -14,9 +12,7 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalanceConfig, Costs, pretest
 from colossal_hetero.balance.plan import Traffic, Volume
 from colossal_hetero.balance.pretest import fit_link, fit_products, seconds_of
-from tests.support.checks import Checks, of_all_ranks
-
-checks = Checks()
+from tests.support.checks import of_all_ranks, on
 
 SHAPES = [(96, 64), (64, 96), (96, 64)]
 
@@ -36,8 +32,8 @@ def prepare(group: dist.ProcessGroup, form: Any = "block", **options: Any) -> tu
     return costs, measure.call_count
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def all_ranks_have_the_same_costs_and_without_measuring_their_defaults() -> None:
     before = torch.get_rng_state()
     for form in ("column", "block"):
@@ -71,6 +67,3 @@ def test_the_fits_recover_the_costs_of_products() -> None:
     assert fit_products(resized, taken) == pytest.approx((0.02, 0.1, 1.2))
     free = [0.7 * (1 - share) for share in pretest.RESIZED_SHARES]
     assert fit_products(free, taken) == (0.0, 0.0, pytest.approx(1.2))  # costs are never negative
-
-
-test_on_ranks = checks.test()

@@ -1,9 +1,6 @@
 """Units that are permanently re-sharded: training and evaluation are those of the unsharded model in one process, with
 each optimizer and with several, and where units cannot change their rank, they migrate in each iteration."""
 
-from __future__ import annotations
-
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +20,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from colossal_hetero.checkpoint.optimizer_memory import masters_of
 from colossal_hetero.layers import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
+from tests.parallel.balance.test_reports import sentences
 from tests.support.checkpoints import read_weights
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.harness import errors_of_the_others, run_ranks
-from tests.support.migration_runs import draw_by_unit, migrate
+from tests.support.migration_runs import draw_by_unit, give, migrate
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import (
     SlowdownScript,
@@ -43,12 +41,10 @@ from tests.support.uneven_runs import (
     MAX_NORM,
     STEPS,
     adamw,
-    backward_of,
     config,
     exact_norms,
     largest_difference,
     loss_of,
-    relieve,
     relieved_run,
     small_vit,
     train,
@@ -57,10 +53,7 @@ from tests.support.uneven_runs import (
     uneven_run,
 )
 
-checks = Checks()
-
-AFTER = 2
-"""Iterations in which a rank is relieved before its units are permanently re-sharded."""
+AFTER = 2  # iterations in which a rank is relieved before its units are permanently re-sharded
 FASTER, RECOVERY, LAST = 6, 13, 19
 """The iterations in which the slow rank becomes faster, and as fast as the others again."""
 
@@ -164,7 +157,7 @@ def made(kind: Any, model: nn.Module, **options: Any) -> Optimizer:
     return kind(model.parameters(), **options)
 
 
-@checks.on(2)
+@on(2)
 def each_kind_of_optimizer_trains_as_in_one_process() -> None:
     for kind, options in KINDS.items():
         make = partial(made, kind, **options)
@@ -174,11 +167,9 @@ def each_kind_of_optimizer_trains_as_in_one_process() -> None:
         assert run.losses == pytest.approx(train_alone(STEPS, make)[1], rel=1e-10), kind
 
 
-@checks.on(2, "bf16")
-@checks.on(2, "fp16")
+@on(2, "bf16")
+@on(2, "fp16")
 def masters_move_with_the_parameters(precision: str) -> None:
-    """Give units away for good, and compare everything with a run that does not."""
-
     def state(run: Trained) -> dict[str, Tensor]:
         found = {}
         with run.plugin.balancer.ordinary_shards():
@@ -228,15 +219,10 @@ def other_of(parameters: Parameters) -> Optimizer:
 
 @dataclass(frozen=True)
 class Several:
-    """How a model is trained by two optimizers."""
-
     make: Callable[[Parameters, Parameters], Sequence[Optimizer]]
-    boosted: tuple[bool, ...] = (True, True)
-    """Which of the optimizers are boosted; the others make steps as torch's do."""
-    for_good: bool = True
-    """Whether units can be permanently re-sharded."""
-    adds: bool = False
-    """Whether the second optimizer gets the first half of the matrices before the third step."""
+    boosted: tuple[bool, ...] = (True, True)  # which of the optimizers are boosted; the others make steps as torch's do
+    for_good: bool = True  # whether units can be permanently re-sharded
+    adds: bool = False  # whether the second optimizer gets the first half of the matrices before the third step
 
 
 SEVERAL = {
@@ -261,7 +247,7 @@ def _trained(case: Several, booster: Booster | None = None, straggler: int = 0) 
         for number, is_boosted in enumerate(case.boosted):
             if is_boosted:
                 model, optimizers[number], *_ = booster.boost(model, optimizers[number])
-        relieve(booster.plugin, straggler)
+        give(booster.plugin, straggler)
         backward = partial(booster.backward, optimizer=optimizers[0])
 
     def add() -> None:
@@ -276,8 +262,8 @@ def _trained(case: Several, booster: Booster | None = None, straggler: int = 0) 
     return model, optimizers, losses
 
 
-@checks.on(2, 6)
-@checks.on(3, 2)
+@on(2, 6)
+@on(3, 2)
 def several_optimizers_train_as_in_one_process(cases: int, folder: Path) -> None:
     ranks = dist.get_world_size()
     for number, name in enumerate(list(SEVERAL)[:cases]):
@@ -312,9 +298,8 @@ def _assert_saved_whole(booster: Booster, optimizer: Any, path: Path, parameters
     booster.load_optimizer(optimizer, str(path))
 
 
-@checks.on(2)
+@on(2)
 def a_model_is_boosted_before_its_optimizer(folder: Path) -> None:
-    """The model is boosted without an optimizer, for example to load weights into it."""
     booster = Booster(plugin=ours(config(), tp_size=2))
     model, *_ = booster.boost(small_vit())
     model, optimizer, *_ = booster.boost(model, adamw_of(list(model.parameters())))
@@ -323,7 +308,7 @@ def a_model_is_boosted_before_its_optimizer(folder: Path) -> None:
     _assert_saved_whole(booster, optimizer, folder / "first", list(small_vit().parameters()), "exp_avg")
 
 
-@checks.on(2)
+@on(2)
 def what_cannot_be_boosted_is_refused() -> None:
     booster = Booster(plugin=ours(config(), tp_size=2))
     model = small_vit()
@@ -337,7 +322,7 @@ def what_cannot_be_boosted_is_refused() -> None:
     balancer = booster.plugin.balancer
     assert booster.boost(boosted, adamw_of(rest))[0] is boosted
     assert booster.plugin.balancer is balancer
-    relieve(booster.plugin, 1)
+    give(booster.plugin, 1)
     train_in_parts(boosted, [optimizer], partial(booster.backward, optimizer=optimizer), 4)
     assert balancer.has_resharded
     words = r"permanently re-sharded, and now OtherSGD is not known.* before the first step"
@@ -345,9 +330,8 @@ def what_cannot_be_boosted_is_refused() -> None:
         booster.boost(boosted, other_of(rest))
 
 
-@checks.on(3)
+@on(3)
 def dropout_and_frozen_weights() -> None:
-    """Without and with a straggler; the hidden neurons of the first MLP are frozen."""
     found = []
     for straggler in (None, 0):
         Randomizer.reset_index()
@@ -368,9 +352,8 @@ def deep_vit() -> nn.Module:
     return tiny_vit().double()
 
 
-@checks.on(4)
+@on(4)
 def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
-    """Two stages of two ranks, of which one in each stage is relieved from other iterations on."""
     run = relieved_run(1, deep_vit(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
     for step in range(4):
         images, labels = batch(step)
@@ -380,7 +363,7 @@ def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
         if step == 1:
             # The first stage has moved units, and the second one has not.
             assert run.plugin.balancer.has_resharded == (dist.get_rank() < 2)
-            relieve(run.plugin, 2)
+            give(run.plugin, 2)
             run.booster.save_model(run.model, str(folder / "2"), shard=True)
     assert run.plugin.balancer.has_resharded
     run.booster.save_model(run.model, str(folder / "4"), shard=True)
@@ -397,37 +380,26 @@ def in_double(outputs: Tensor, inputs: Any) -> Tensor:
     return nn.functional.cross_entropy(outputs, inputs[1])
 
 
-def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module], Optimizer]) -> list[str]:
-    """What is logged in training in which units migrate in each iteration, although they might be given away."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("colossal_hetero")
-    logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
-    run = relieved_run(dist.get_rank() // 2 * 2 + 1, tiny_vit(depth=1), make, tp_size=2, **options)
-    for _ in range(STEPS):
-        images, labels = batch()
-        backward_of(run)(by_labels(run.model(images).float(), (images, labels)))
-        run.finish()
-    assert not run.plugin.balancer.has_resharded
-    assert run.plugin.balancer.shares.migrated + run.plugin.balancer.shares.received > 0
-    return messages
-
-
-@checks.on(2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1")
-@checks.on(4, {}, adamw, "2 replicas")
-@checks.on(2, {}, partial(made, OtherSGD), "OtherSGD is not known")
+@on(2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1")
+@on(4, {}, adamw, "2 replicas")
+@on(2, {}, partial(made, OtherSGD), "OtherSGD is not known")
 def elsewhere_units_migrate_in_each_iteration(
     options: dict[str, Any], make: Callable[[nn.Module], Optimizer], reason: str
 ) -> None:
-    first, *others = of_all_ranks(_log_without_resharding(options, make))
+    images, labels = batch()
+    with sentences() as said:
+        run = relieved_run(dist.get_rank() // 2 * 2 + 1, tiny_vit(depth=1), make, tp_size=2, **options)
+        for _ in range(STEPS):
+            run.finish(by_labels(run.model(images).float(), (images, labels)))
+    assert not run.plugin.balancer.has_resharded
+    assert run.plugin.balancer.shares.migrated + run.plugin.balancer.shares.received > 0
+    first, *others = of_all_ranks(said)
     assert len(first) == 1 and reason in first[0], first
     assert not any(others)
 
 
-@checks.on(2, "DefaultCPUAllocator: can't allocate memory", 14)
-@checks.on(2, "broken", 1)
+@on(2, "DefaultCPUAllocator: can't allocate memory", 14)
+@on(2, "broken", 1)
 def units_migrate_if_there_is_too_little_memory(error: str, failing: int) -> None:
     """Rank 1 has too little memory for the second block whose units it is given. Other errors are raised."""
     run, calls, resized = uneven_run(0), list[Any](), unit_mover._resized
@@ -466,6 +438,3 @@ def _die_while_units_move(victim: int, function: str) -> None:
 def test_if_a_rank_dies_while_units_move_the_others_end(victim: int, function: str) -> None:
     errors = errors_of_the_others(3, _die_while_units_move, victim, function, victim=victim)
     assert all("RuntimeError" in error for error in errors)
-
-
-test_on_ranks = checks.test()

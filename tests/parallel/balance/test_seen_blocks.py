@@ -1,7 +1,5 @@
 """Blocks in which somebody sees what a rank computes: their units stay, and training is as in Colossal-AI's plugin."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +15,12 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.nn.modules.module import register_module_forward_hook
 
 from colossal_hetero.balance import balancer
-from tests.support.checks import Checks
+from tests.support.checks import on
+from tests.support.migration_runs import give
 from tests.support.model_families import BUILDERS
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
-from tests.support.uneven_runs import config, relieve
-
-checks = Checks()
+from tests.support.uneven_runs import config
 
 MIGRATES, MOVED, STEPS = 2, 4, 6
 """Steps before which units have migrated, and were permanently re-sharded, for the first time; and all steps."""
@@ -62,8 +59,6 @@ def _hooked_everywhere(model: nn.Module, seen: list[Tensor]) -> Remove:
 
 
 class Keeping(nn.Module):
-    """An activation that keeps what it computes, for example for a penalty."""
-
     def __init__(self, kept: list[Tensor]) -> None:
         super().__init__()
         self.kept = kept
@@ -98,8 +93,7 @@ class Case:
     look: str
     first: int = -1
     last: int = STEPS
-    rank: int | None = None
-    """The only rank that looks, without using what it sees; None: all do."""
+    rank: int | None = None  # the only rank that looks, without using what it sees; None: all do
 
 
 CASES = [
@@ -139,7 +133,7 @@ def finish(run: Trained, step: int, loss: Tensor, seen: Any, straggler: int | No
     """Make a step, also with a penalty on what was seen. After the first one the balancer knows what modules keep."""
     run.finish(loss + sum(each.square().mean() for each in seen))
     if straggler is not None and step == 0:
-        relieve(run.plugin, straggler)
+        give(run.plugin, straggler)
 
 
 def assert_equal(run: Trained, expected: Trained, what: str) -> None:
@@ -149,8 +143,8 @@ def assert_equal(run: Trained, expected: Trained, what: str) -> None:
             assert torch.allclose(value, expected.parameters[name], 1e-9, 1e-10), f"{what}: {name}"
 
 
-@checks.on(2, CASES)
-@checks.on(3, CASES[1::4])
+@on(2, CASES)
+@on(3, CASES[1::4])
 def seen_blocks_stay(cases: list[Case]) -> None:
     ranks = dist.get_world_size()
     for number, case in enumerate(cases):
@@ -191,7 +185,7 @@ def train_family(plugin: Any, family: str, ask: Callable[..., Any], straggler: i
     return run
 
 
-@checks.on(2)
+@on(2)
 def attention_stays_while_a_caller_asks_for_something_of_each_head() -> None:
     for number, (name, family, ask) in enumerate(ASKS):
         expected = train_family(theirs(tp_size=2, custom_policy=None), family, ask)
@@ -203,7 +197,7 @@ def attention_stays_while_a_caller_asks_for_something_of_each_head() -> None:
             assert_equal(run, expected, what)
 
 
-@checks.on(2)
+@on(2)
 def a_hook_on_one_rank_or_in_a_part_of_the_model_is_refused() -> None:
     with scripted():
         run, _ = train(ours(config(reshard_after=None), tp_size=2), Case("activation", STEPS), 1)
@@ -220,6 +214,3 @@ def a_hook_on_one_rank_or_in_a_part_of_the_model_is_refused() -> None:
             pytest.raises(RuntimeError, match=r"0:00:01 later other ranks .* do not have them.* add the same hooks"),
         ):
             run.model(images)
-
-
-test_on_ranks = checks.test()

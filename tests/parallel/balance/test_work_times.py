@@ -1,8 +1,6 @@
 """Waiting for other ranks does not count as a rank's own work, and neither balancing nor measuring costs the host much:
 events of a GPU's clock are few, and no operation waits for a GPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,23 +19,19 @@ from colossal_hetero.balance.clock import CudaClock, IterationTimes
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.language_head import VocabularyRows
 from colossal_hetero.plugin.hybrid import layer_balancing
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.fake_device import FakeDevice
 from tests.support.language_models import gpt2, llama, plan_of, train_on_tokens
 from tests.support.training import Trained, batch, boost, loss_of, ours, scripted, sgd, tiny_vit, train
 
-checks = Checks()
-
-
-LATE = 0.4
-"""Seconds by which one rank starts each iteration late. An iteration takes a twentieth of that."""
+LATE = 0.4  # seconds by which one rank starts each iteration late. An iteration takes a twentieth of that.
 
 NEVER = BalanceConfig(mode="migrate", warmup_iterations=10**6, measure_costs=False)
 
 
-@checks.on(2, "block", 0, 0)
-@checks.on(2, "block", 1, 0)
-@checks.on(2, "broadcast-reduce", 0, 1)
+@on(2, "block", 0, 0)
+@on(2, "block", 1, 0)
+@on(2, "broadcast-reduce", 0, 1)
 def waiting_for_migrated_work_is_no_work(migration: str, giver: int, late: int) -> None:
     """The late rank sleeps before its forward pass; the others wait for what it sends, or for its collectives."""
     run = boost(ours(BalanceConfig(**{**vars(NEVER), "migration": migration}), tp_size=dist.get_world_size()))
@@ -55,7 +49,7 @@ def waiting_for_migrated_work_is_no_work(migration: str, giver: int, late: int) 
             assert waited > LATE / 2, f"nobody waited: {record}"
 
 
-@checks.on(2)
+@on(2)
 def a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
     late, giver = 0, 1
     run = boost(ours(NEVER, tp_size=2))
@@ -87,9 +81,8 @@ def a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
         assert max(elapsed) < LATE / 2, f"the first product ended after {elapsed} s"
 
 
-@checks.on(4)
+@on(4)
 def the_cost_of_migration_is_learned_without_the_bubble_of_a_pipeline() -> None:
-    """The first stage is late in every micro-batch, and units migrate in the second one."""
     run = boost(ours(NEVER, tp_size=2, pp_size=2, num_microbatches=2))
     train(run, 2)
     is_first = run.plugin.stage_manager.is_first_stage()
@@ -133,10 +126,10 @@ PLACES: dict[str, tuple[Callable[[Trained], Any], dict[str, Any]]] = {
 }
 
 
-@checks.on(2, "embedding")
-@checks.on(2, "loss")
-@checks.on(2, "gradient norm")
-@checks.on(2, "gradients")
+@on(2, "embedding")
+@on(2, "loss")
+@on(2, "gradient norm")
+@on(2, "gradients")
 def waiting_in_collectives_is_no_work(place: str) -> None:
     """Rank 1 is late at the place in an iteration; rank 0 waits for it in the collective that follows."""
     be_late, options = PLACES[place]
@@ -153,10 +146,7 @@ def waiting_in_collectives_is_no_work(place: str) -> None:
 
 
 BY_PRIORITY = dict(priority="priority", priority_interval=2)
-
-
 BY_DIFF = dict(priority="priority-diff", priority_interval=2)
-
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
@@ -172,9 +162,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@checks.on(2)
+@on(2)
 def a_training_iteration_does_not_wait_for_the_device_in_any_mode() -> None:
-    """Rank 1 is slow, and fast again."""
     for name, choices in CONFIGS.items():
         config = BalanceConfig(warmup_iterations=0, patience=1, measure_costs=False, **choices)
         with scripted(lambda rank, iteration: 4.0 if rank == 1 and iteration < 4 else 1.0):
@@ -210,17 +199,10 @@ def test_waits_are_recorded_with_their_place() -> None:
 
 
 COLLECTIVES = 7
-
-
 """Of a layer: two in the forward pass, one for each of the five column-parallel layers in the backward pass."""
 
-
 MICRO_BATCHES = 2
-
-
 ACTIVATION = 0.5
-
-
 """Milliseconds of an activation function or a norm in the backward pass; half of it in the forward pass."""
 
 
@@ -272,7 +254,7 @@ def events_of(layers: int) -> tuple[list[int], list[IterationTimes]]:
     return events, times
 
 
-@checks.on(2)
+@on(2)
 def a_layer_costs_events_at_its_collectives_and_where_a_blocks_products_begin() -> None:
     (one, _), (three, (times, *_)) = events_of(1), events_of(3)
     per_layer = [(more - few) / 2 / MICRO_BATCHES for few, more in zip(one, three, strict=True)]
@@ -289,6 +271,3 @@ def a_layer_costs_events_at_its_collectives_and_where_a_blocks_products_begin() 
     assert [each.movable for each in times.kinds.values()] == pytest.approx([attention, mlp, head])
     norms = (1 + 3 * 2) * MICRO_BATCHES * 1.5 * ACTIVATION * 1e-3
     assert times.other_seconds == pytest.approx(norms)
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """What benchmarks rely on: groups in one process, other plans that load checkpoints, parts of the GPU suite."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pieces of all ranks are the model and optimizer of one process; boxes are sent to ranks that need them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +28,8 @@ from tests.support.checkpoint_runs import (
     train,
 )
 from tests.support.checkpoints import read_weights
-from tests.support.checks import Checks
-from tests.support.training import sgd
-
-checks = Checks()
+from tests.support.checks import on
+from tests.support.training import make_step, sgd
 
 STEPS = 2
 ZERO = dict(zero_stage=1, precision="bf16")
@@ -45,9 +41,7 @@ def of_one_process(name: str) -> dict[str, Tensor]:
     for number in range(STEPS):
         inputs = samples_of(name, number)
         outputs = model(inputs["x"]) if name == "vit" else model(**inputs)
-        last_loss(outputs, inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer, last_loss(outputs, inputs))
     found: dict[str, Tensor] = {}
     for key, parameter in model.named_parameters():
         found[f"param.{key}"] = parameter.detach()
@@ -55,19 +49,16 @@ def of_one_process(name: str) -> dict[str, Tensor]:
     return found
 
 
-@checks.on(3, "llama", dict(tp_size=3))  # padded
-@checks.on(3, "vit", dict(tp_size=3))  # fused
-@checks.on(4, "gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
+@on(3, "llama", dict(tp_size=3))  # padded
+@on(3, "vit", dict(tp_size=3))  # fused
+@on(4, "gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
 def the_pieces_of_all_ranks_are_those_of_one_process(name: str, options: dict[str, Any]) -> None:
     run = boosted(name, hybrid(**options), sgd)
     train(run, range(STEPS))
-    found, expected = gathered(run).tensors, of_one_process(name)
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+    torch.testing.assert_close(gathered(run).tensors, of_one_process(name), rtol=1e-4, atol=1e-6)
 
 
-@checks.on(4)
+@on(4)
 def zero_slices_are_those_of_colossalais_checkpoint(folder: Path) -> None:
     run = boosted("llama", hybrid(tp_size=2, **ZERO))
     train(run, range(STEPS))
@@ -87,7 +78,7 @@ def zero_slices_are_those_of_colossalais_checkpoint(folder: Path) -> None:
             assert torch.equal(found[f"{entry}.{names[number]}"], torch.as_tensor(value)), f"{entry} of {names[number]}"
 
 
-@checks.on(4)
+@on(4)
 def another_plan_continues() -> None:
     one = boosted("gpt2", hybrid(pp_size=2, **ZERO), sgd)
     train(one, range(STEPS))
@@ -131,8 +122,8 @@ def exchanged(unreadable: str | None) -> tuple[Outcome, dict[str, torch.Tensor]]
     return fetch_boxes(choose_sources(needs, NODES, bitmap), NODES, memory, fill), data
 
 
-@checks.on(3, None)
-@checks.on(3, LAYERS[1])
+@on(3, None)
+@on(3, LAYERS[1])
 def ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
     outcome, data = exchanged(unreadable)
     for layer in LAYERS:
@@ -147,8 +138,8 @@ def ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
     assert (outcome.received_bytes, len(outcome.left)) == (layers * 4 * (3, 2, 9)[dist.get_rank()], lost)
 
 
-@checks.on(2, "192.0.2.1", "127.0.0.2")
-@checks.on(2, "127.0.0.1", "127.0.0.1")
+@on(2, "192.0.2.1", "127.0.0.2")
+@on(2, "127.0.0.1", "127.0.0.1")
 def the_store_of_messages_is_on_the_machine_of_rank_0(master: str, own: str) -> None:
     """192.0.2.1 is on no machine; 127.0.0.2 leads here, and stands for an address of rank 0's machine."""
     os.environ["MASTER_ADDR"] = master
@@ -160,6 +151,3 @@ def the_store_of_messages_is_on_the_machine_of_rank_0(master: str, own: str) -> 
         store.set("key", "value")
     assert store.get("key") == b"value"
     dist.barrier()
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """Damaged checkpoints: layers come from other nodes, and the newest whole checkpoint is loaded, in words."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,9 +13,7 @@ import torch.distributed as dist
 from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint.places import Place, entries
 from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, saving, train
-from tests.support.checks import Checks, of_all_ranks
-
-checks = Checks()
+from tests.support.checks import of_all_ranks, on
 
 STEP = "step-00000001"
 DAMAGED = ("block-0002.whole.safetensors", "states.bin")
@@ -39,9 +35,8 @@ def save(folder: Path, options: dict[str, Any], shared: bool = False) -> Any:
     return gathered(run)
 
 
-@checks.on(4)
+@on(4)
 def layers_come_from_the_node_that_has_them(folder: Path) -> None:
-    """Node a has the first stage and node b the second. Then both need all layers; or exactly those that they have."""
     saved, received = save(folder, dict(tp_size=2, pp_size=2)), []
     for options in (dict(tp_size=4), dict(pp_size=4), dict(tp_size=2, pp_size=2)):
         run = on_two_nodes(folder, **options)
@@ -67,10 +62,10 @@ def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@checks.on(2, False, flipped)
-@checks.on(2, True, flipped)
-@checks.on(2, True, cut_off)
-@checks.on(2, False, Path.unlink)
+@on(2, False, flipped)
+@on(2, True, flipped)
+@on(2, True, cut_off)
+@on(2, False, Path.unlink)
 def a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder(
     shared: bool, damage: Callable[[Path], None], folder: Path
 ) -> None:
@@ -97,7 +92,7 @@ def a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder(
     assert (start.received_bytes > 0) == receives
 
 
-@checks.on(2)
+@on(2)
 def a_full_disk_does_not_stop_the_run(folder: Path) -> None:
     def replace(place: Place, file: str, content: Iterable[memoryview]) -> None:
         next(iter(content))
@@ -118,7 +113,7 @@ def a_full_disk_does_not_stop_the_run(folder: Path) -> None:
         assert not said or "could not be replaced by that of node b: no space left" in said[-1]
 
 
-@checks.on(2)
+@on(2)
 def layers_that_are_lost_are_named_and_without_its_states_no_checkpoint_is_whole(folder: Path) -> None:
     save(folder / "lost", dict(pp_size=2))
     if dist.get_rank() == 0:
@@ -153,7 +148,7 @@ FALLBACKS: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@checks.on(2)
+@on(2)
 def the_newest_whole_checkpoint_is_loaded(folder: Path) -> None:
     run = boosted("vit", saving(folder / "saved"))
     for step in (1, 2):
@@ -177,6 +172,3 @@ def the_newest_whole_checkpoint_is_loaded(folder: Path) -> None:
         assert len(said) == (dist.get_rank() == 0), (name, said)
         for words in said:
             assert "that of step 2" in words and "Training continues from that of step 1" in words, words
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """``colossal-hetero profile`` and ``probe`` on real ranks, also on ranks that are killed or never start."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -13,11 +11,12 @@ from pathlib import Path
 import psutil
 import torch
 
+from colossal_hetero.cli.probe_ranks import measure_links
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.planner.profile.layer_profile import load_profile
+from tests.support.checks import of_all_ranks, on
 from tests.support.forked_python import forked_output
-from tests.support.harness import free_port, run_ranks
+from tests.support.harness import free_port
 from tests.support.paths import REPOSITORY
 
 VIT = ["timm:vit_tiny_patch16_224", "--set", "depth=3", "--set", "embed_dim=48", "--image-size", "32"]
@@ -85,18 +84,13 @@ def test_the_cluster_file_describes_this_machine(tmp_path: Path) -> None:
     assert "devices: 2, nodes: 1, clusters: 1" in " ".join(shown.split())
 
 
-def measure_as_rank(rounds: list[list[tuple[int, int]]]) -> list[MeasuredLink]:
-    from colossal_hetero.cli.probe_ranks import measure_links
-
-    return measure_links(rounds, "gloo", torch.device("cpu"))
-
-
-def test_every_rank_returns_all_links() -> None:
+@on(4)
+def every_rank_returns_all_links() -> None:
     rounds = [[(0, 1), (3, 2)], [(1, 3)]]
-    results = run_ranks(4, measure_as_rank, rounds)
-    assert all(result == results[0] for result in results)
-    assert {(link.ranks, link.protocol) for link in results[0]} == {(pair, "gloo") for pair in [*rounds[0], *rounds[1]]}
-    assert all(link.bytes_per_second > 0 and link.latency_seconds >= 0 for link in results[0])
+    links, *others = of_all_ranks(measure_links(rounds, "gloo", torch.device("cpu")))
+    assert others == [links] * 3
+    assert {(link.ranks, link.protocol) for link in links} == {(pair, "gloo") for pair in [*rounds[0], *rounds[1]]}
+    assert all(link.bytes_per_second > 0 and link.latency_seconds >= 0 for link in links)
 
 
 def rank_processes(command: psutil.Process) -> list[psutil.Process]:

@@ -1,11 +1,10 @@
-"""What the patches compute that let Colossal-AI run on a CPU, and collectives of a GPU's tensors over Gloo, with a
-pretended GPU: Gloo must not get its tensors, but copies of them."""
-
-from __future__ import annotations
+"""What the patches compute that let Colossal-AI run on a CPU; groups of Gloo; and collectives of a GPU's tensors over
+Gloo, with a pretended GPU: Gloo must not get its tensors, but copies of them."""
 
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -14,91 +13,60 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.pipeline import p2p
-from colossalai.shardformer.layer import (
-    FusedLinear1D_Col,
-    GPT2FusedLinearConv1D_Col,
-)
+from colossalai.shardformer.layer import FusedLinear1D_Col, GPT2FusedLinearConv1D_Col
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers.pytorch_utils import Conv1D
 
+from colossal_hetero.balance.host_messages import make_groups
 from colossal_hetero.colossalai_support import gpu_over_gloo
 from colossal_hetero.colossalai_support.cpu import reduce_scatter, sent_directly
 from colossal_hetero.colossalai_support.gpu_over_gloo import batch_through_host, through_host
+from colossal_hetero.common.ranks import world_timeout
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage
+from tests.support.checks import on
 from tests.support.harness import run_ranks
-from tests.support.training import batch, loss_of, tiny_vit
-
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for hosts without a GPU")
+from tests.support.training import batch, loss_of, make_step, tiny_vit
 
 
-def send_without_a_receiver(messages: int) -> list[list[float]]:
+@on(2)
+def a_send_does_not_wait_for_its_receiver() -> None:
     """Both ranks post all their sends, wait for them, reuse the tensor, and only then receive."""
-    peer = 1 - dist.get_rank()
-    outgoing = torch.zeros(3)
-    for number in range(messages):
-        outgoing.fill_(10 * dist.get_rank() + number)
-        for request in p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.isend, outgoing, peer)]):
+    rank, outgoing = dist.get_rank(), torch.zeros(3)
+    for number in range(3):
+        outgoing.fill_(10 * rank + number)
+        for request in p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.isend, outgoing, 1 - rank)]):
             request.wait()
     outgoing.fill_(-1)
-    received = []
-    for _ in range(messages):
+    for number in range(3):
         incoming = torch.empty(3, requires_grad=True)
-        (request,) = p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.irecv, incoming, peer)])
+        (request,) = p2p.dist.batch_isend_irecv([p2p.dist.P2POp(dist.irecv, incoming, 1 - rank)])
         request.wait()
         request.wait()
-        received.append(incoming.tolist())
+        assert incoming.tolist() == [10.0 * (1 - rank) + number] * 3
     p2p.dist.batch_isend_irecv.__self__.wait_for_sends()
-    return received
 
 
-def gather_output(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Output and input gradient of a layer, then those of the fused parallel layer, which gathers its output."""
-    torch.manual_seed(6)
-    native, layer = FUSED_LAYERS[kind]
-    plain = native()
-    x = torch.randn(3, 5, requires_grad=True)
-    weights = torch.randn(3, 16)
-    results = []
-    for product in (
-        plain,
-        layer.from_native_module(
-            copy.deepcopy(plain), process_group=dist.group.WORLD, gather_output=True, split_sizes=[4, 8, 4]
-        ),
+@on(2)
+def fused_layers_gather_their_output() -> None:
+    for native, parallel in (
+        (lambda: nn.Linear(5, 16), FusedLinear1D_Col),
+        (lambda: Conv1D(16, 5), GPT2FusedLinearConv1D_Col),
     ):
-        output = product(x)
-        (gradient,) = torch.autograd.grad((output * weights).sum(), x)
-        results += [output.flatten().tolist(), gradient.flatten().tolist()]
-    return tuple(results)
+        torch.manual_seed(6)
+        plain = native()
+        options = dict(process_group=dist.group.WORLD, gather_output=True, split_sizes=[4, 8, 4])
+        layer = parallel.from_native_module(copy.deepcopy(plain), **options)
+        x, weights = torch.randn(3, 5, requires_grad=True), torch.randn(3, 16)
+        outputs = [product(x) for product in (layer, plain)]
+        gradients = [torch.autograd.grad((output * weights).sum(), x) for output in outputs]
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
-FUSED_LAYERS = {
-    "linear": (lambda: nn.Linear(5, 16), FusedLinear1D_Col),
-    "gpt2": (lambda: Conv1D(16, 5), GPT2FusedLinearConv1D_Col),
-}
-
-
-def run_two() -> dict[str, Any]:
-    return dict(
-        sends=send_without_a_receiver(3),
-        fused=[gather_output(kind) for kind in FUSED_LAYERS],
-    )
-
-
-@without_gpu
-def test_sends_and_layers() -> None:
-    """A send does not wait for its receiver, and fused layers gather."""
-    first, second = run_ranks(2, run_two)
-    assert second["sends"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
-    assert first["sends"] == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
-    for expected, expected_gradient, output, gradient in first["fused"] + second["fused"]:
-        assert output == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert gradient == pytest.approx(expected_gradient, rel=1e-5, abs=1e-6)
-
-
-@without_gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for hosts without a GPU")
 @pytest.mark.parametrize("enable_cpu", [False, True])
 def test_randomizer_and_global_random_state_are_separate(enable_cpu: bool) -> None:
     torch.manual_seed(1)
@@ -112,6 +80,32 @@ def test_randomizer_and_global_random_state_are_separate(enable_cpu: bool) -> No
     assert torch.equal(outside, torch.rand(4))
     torch.manual_seed(2)
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(4), torch.rand(4)]))
+
+
+@on(2)
+def a_group_is_destroyed_while_its_threads_still_release_tensors() -> None:
+    """The thread of a collective releases its many tensors one after the other, while this thread does the same."""
+    for _ in range(10):
+        group = dist.new_group()
+        tensors = [torch.ones(1) for _ in range(2000)]
+        group.allreduce(tensors).wait()
+        del tensors
+        dist.destroy_process_group(group)
+        del group
+
+
+def timeouts() -> list[timedelta | None]:
+    found = [world_timeout()]
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(minutes=7))
+    groups = make_groups(dist.new_group([0]))
+    options = [group._get_backend(torch.device("cpu")).options for group in (groups.world, groups.migration)]
+    return [*found, world_timeout(), *(each._timeout for each in options)]
+
+
+def test_other_groups_wait_as_long_as_the_default_group() -> None:
+    assert run_ranks(1, timeouts) == [[None, *[timedelta(minutes=7)] * 3]]
 
 
 class OnGpu(Tensor):
@@ -223,15 +217,13 @@ def train(stage: int, has_gpu: bool) -> tuple[list[float], int]:
     for number in range(3):
         images, labels = batch(number, replica=dist.get_rank())
         loss = loss_of(model(images), labels)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer, loss)
         losses.append(loss.item())
     return losses, copied
 
 
-def work_together() -> None:
-    """Collectives and training give the same as without a GPU, and messages are started in order."""
+@on(2)
+def a_rank_with_a_gpu_works_with_one_that_has_none() -> None:
     is_first = dist.get_rank() == 0
     found = every_collective(True)
     assert found == every_collective(False)
@@ -241,7 +233,3 @@ def work_together() -> None:
     for stage in (1, 2):  # last, because the patches of training stay
         losses, copied = train(stage, True)
         assert losses == expected[stage - 1] and (copied > 0) == is_first, stage
-
-
-def test_a_rank_with_a_gpu_works_with_one_that_has_none() -> None:
-    run_ranks(2, work_together)

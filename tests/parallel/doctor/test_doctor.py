@@ -1,7 +1,5 @@
 """The doctor watches a script under torchrun: it names the slow rank and why, and changes nothing in the script."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Processes that come, save together, and draw the same random numbers whoever computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import signal
@@ -68,10 +66,9 @@ def test_a_member_that_comes_late_is_in_the_first_world_and_one_in_no_world_ends
 
 
 def test_the_first_node_waits_for_a_second_one() -> None:
-    """A small node cannot hold the model alone."""
     with Job(STEPS) as job:
         job.start("small-0")
-        time.sleep(3)  # mostly long enough to start and to find no plan
+        time.sleep(2)  # mostly long enough to start and to find no plan
         assert job.alive() == [0] and job.message() is None
         job.start("small-1")
         outcome = job.run()
@@ -180,7 +177,6 @@ def train_and_save(folder: Path, kill: Kill | None, told: Any) -> None:
 
 
 def test_the_booster_saves_after_a_change_of_the_plan(tmp_path: Path) -> None:
-    """Of two replicas, in which a pipeline has one stage, the other one is lost."""
     with Job(STEPS) as job:
         for node in ("big-0", "small-0", "small-1"):
             job.start(node, script=(train_and_save, tmp_path, Kill(4, "forward") if node == "big-0" else None))
@@ -197,8 +193,6 @@ def test_the_booster_saves_after_a_change_of_the_plan(tmp_path: Path) -> None:
 
 
 class ChangedTexts(Texts):
-    """Texts of which random tokens are replaced, with the random numbers of torch, NumPy and Python."""
-
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
         tokens = sample["input_ids"]
@@ -217,7 +211,6 @@ def gpt2_with_dropout() -> nn.Module:
 
 
 def train_with_random_numbers(seed: int, joins: Sequence[int], kill: Kill | None, told: Any) -> None:
-    """The script of members; the random state of each process is another one."""
     torch.manual_seed(seed)
     np.random.seed(seed)
     random.seed(seed)
@@ -227,21 +220,10 @@ def train_with_random_numbers(seed: int, joins: Sequence[int], kill: Kill | None
 
 
 def run(nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int]) -> Outcome:
-    waits, left = tuple(joins.values()), dict(joins)
+    def script_of(number: int) -> tuple[Any, ...]:
+        return train_with_random_numbers, 17 + number, tuple(joins.values()), kills.get(number)
 
-    def start(node: str) -> None:
-        number = len(job.members)
-        job.start(node, script=(train_with_random_numbers, 17 + number, waits, kills.get(number)))
-
-    def at_message(_: int, kind: str, content: list[Any]) -> None:
-        for node in [node for node, after in left.items() if kind == "step" and content[0] == after]:
-            del left[node]
-            start(node)
-
-    with Job(STEPS) as job:
-        for node in nodes:
-            start(node)
-        return job.run(at_message)
+    return run_job(nodes, STEPS, joins=joins, script_of=script_of)
 
 
 @pytest.fixture(scope="module")

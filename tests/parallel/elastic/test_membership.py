@@ -1,7 +1,5 @@
 """Members without training: one that dies before it connects, a store that is lost, a name that is taken."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -43,7 +41,6 @@ def running(function: Any, *arguments: Any) -> Iterator[tuple[int, Any]]:
 
 
 def connect(port: int, rank: int) -> str:
-    """Make a group of two members. The connections are cut after 0.5 s."""
     connections = WorldConnections(size=2)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     cutting = threading.Timer(0.5, connections.cut)
@@ -56,7 +53,6 @@ def connect(port: int, rank: int) -> str:
 
 
 def publish(port: int) -> None:
-    """Tell the store the address of rank 1, and wait for rank 0."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=1, world_size=2)
 
@@ -117,7 +113,6 @@ def train_until_warned(pipe: Any, port: int) -> None:
 
 
 def watch_the_other(port: int, other: int, number: int) -> Any:
-    """How the world ends for a member when the other one gets a signal."""
     member = Membership("127.0.0.1", port, "job", "b", min_members=2, max_members=2, timing=TIMING)
     member.form()
     dist.all_reduce(torch.ones(1))
@@ -129,14 +124,15 @@ def watch_the_other(port: int, other: int, number: int) -> Any:
     return member.failure
 
 
+def failure_after(number: signal.Signals) -> Any:
+    with running(serve) as (_, port), running(train_until_warned, port) as (other, _):
+        return run_alone(watch_the_other, 60, port=port, other=other, number=int(number))
+
+
 def test_a_member_that_is_silent_is_dead_and_one_that_departs_is_not() -> None:
-    for number in (signal.SIGSTOP, signal.SIGTERM):
-        with running(serve) as (_, port), running(train_until_warned, port) as (other, _):
-            failure = run_alone(watch_the_other, 60, port=port, other=other, number=int(number))
-        if number == signal.SIGTERM:
-            assert failure is None
-        else:
-            assert "no sign of life for 1.5 s from a" in failure.reason
+    with ThreadPoolExecutor(2) as pool:
+        silent, departed = pool.map(failure_after, (signal.SIGSTOP, signal.SIGTERM))
+    assert "no sign of life for 1.5 s from a" in silent.reason and departed is None
 
 
 def hold_name(pipe: Any, port: int) -> None:

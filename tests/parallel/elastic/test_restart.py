@@ -1,7 +1,5 @@
 """A job whose processes are started again trains like one process that nothing happens to."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -83,7 +81,6 @@ def begin_and_end(outcome: Outcome) -> tuple[int, int]:
 
 
 def test_processes_are_killed(tmp_path: Path) -> None:
-    """One node holds the whole model, two share it. Each is lost once; at most the running iteration is done again."""
     nodes = ["small-1", "big-0", "small-0"]  # torchrun numbers them in any order
     with RestartedJob(tmp_path / "memory", STEPS) as job:
         assert begin_and_end(job.run_world(nodes, {0: Kill(1, "forward")})) == (0, 1)
@@ -113,7 +110,6 @@ def test_processes_of_zero_groups_are_killed(tmp_path: Path) -> None:
 
 
 def test_a_lost_memory_is_replaced_by_the_disk(tmp_path: Path) -> None:
-    """A pipeline of two nodes: each has layers that nobody else has."""
     memory = tmp_path / "memory"
     with RestartedJob(memory, STEPS, disk=tmp_path / "disk") as job:
         assert begin_and_end(job.run_world(["big-0", "small-0"], {1: Kill(4, "before commit")})) == (0, 4)
@@ -145,7 +141,6 @@ def test_all_processes_get_sigterm(tmp_path: Path) -> None:
 
 
 def train_again(memory: Path, kill: Kill | None, told: Any) -> None:
-    """The script of a member of a job with a store."""
     elastic = ElasticConfig(recovery="restart", memory=memory, max_members=3, dead_seconds=3.0, last_call_seconds=2.0)
     train(STEPS, kill, None, (), told, elastic)
 
@@ -169,7 +164,6 @@ def test_a_launched_member_that_is_warned_hands_over_what_only_it_holds(tmp_path
 
 
 def test_members_of_a_launched_job_end_and_start_again(tmp_path: Path) -> None:
-    """When a member joins, and when one is killed, and all are started again."""
     memory, ends = tmp_path / "memory", list[int]()
     with Job(STEPS) as job:
         running = {job.start(node, script=(train_again, memory, None)) for node in ("small-1", "small-0")}

@@ -1,7 +1,5 @@
 """Under torchrun: workers, whole nodes, torchrun itself and the store are killed, and training continues."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -76,7 +74,6 @@ class TorchrunNodes:
         self._start(node, [sys.executable, "-m", "torch.distributed.run", *map(str, command)], variables or {})
 
     def start_store(self) -> dict[str, str]:
-        """Start ``colossal-hetero store``; the variables of nodes that use it."""
         store = self._start("store", [*STORE, "0"], {})
         assert store.stdout is not None
         return {"COLOSSAL_HETERO_STORE": store.stdout.readline().strip()}
@@ -120,7 +117,6 @@ class TorchrunNodes:
         return self.folder.resolve() / f"errors.{node}"
 
     def errors(self, node: str) -> str:
-        """What a node has written to standard error."""
         return self._errors(node).read_text()
 
     def told(self, node: str = "*") -> list[list[int]]:
@@ -132,12 +128,10 @@ class TorchrunNodes:
         return found
 
     def end(self, node: str) -> int:
-        """The exit status of a node, after its end."""
         self.wait(lambda: self.agents[node].poll() is not None)
         return self.agents[node].returncode
 
     def wait(self, is_true: Callable[[], bool]) -> None:
-        """Wait until the job is as far as a test wants."""
         deadline = time.monotonic() + LIMIT_SECONDS
         while not is_true():
             assert time.monotonic() < deadline, f"{self.told()} {[self.errors(node)[-3000:] for node in self.agents]}"
@@ -188,7 +182,6 @@ def test_a_torchrun_is_killed_while_its_worker_starts_and_then_a_store(tmp_path:
 
 
 def test_a_warned_worker_ends_by_itself_and_keeps_its_loader(tmp_path: Path) -> None:
-    """torchrun sends SIGTERM to the others when a worker fails, and to all when it gets it."""
     (tmp_path / "script.py").write_text(WARNED)
     with TorchrunNodes(tmp_path, with_new_interpreters=True) as job:
         job.start("a", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, tmp_path / "script.py", tmp_path)
@@ -215,8 +208,6 @@ def test_the_store_runs_until_a_signal_comes(tmp_path: Path) -> None:
 
 
 class Restarted(TorchrunNodes):
-    """torchrun on the nodes ``big-0``, where its store is, and ``small-0``."""
-
     def __init__(self, folder: Path, steps: int) -> None:
         super().__init__(folder)
         self._steps = steps
@@ -224,7 +215,6 @@ class Restarted(TorchrunNodes):
             self._port = listener.getsockname()[1]
 
     def join(self, node: str, workers: int) -> None:
-        """Start a node."""
         options = ["--nnodes", "1:2", "--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", self.folder.name]
         options += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--nproc-per-node", str(workers)]
         options += ["--rdzv-conf", f"last_call_timeout=3,is_host={str(node == 'big-0').lower()}"]

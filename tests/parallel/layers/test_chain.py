@@ -1,7 +1,5 @@
 """Pipelines of convolutional models of timm, compared with one process, and plans of what they measure."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -16,15 +14,12 @@ from torch.nn.functional import cross_entropy
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.layers.chain import Chain, links_of
 from colossal_hetero.profiling.layer_profiler import profile_layers
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.machines import Nodes, machines
 from tests.support.training import batch, boost, pipeline_step, sgd, train_alone
 
-checks = Checks()
-
 
 def make_model(name: str) -> nn.Module:
-    """A chain of six links, or of ten."""
     torch.manual_seed(3)
     if name == "vgg":
         model: Any = VGG([6, "M", 8, 10, "M", 12], num_classes=7)
@@ -46,20 +41,19 @@ def train_in_a_pipeline(name: str, size: int = 6, **options: Any) -> None:
     if run.plugin.is_last_stage():
         assert losses == pytest.approx(expected, rel=1e-6)
     weights = dict(alone.named_parameters())
-    for key, value in run.parameters.items():
-        torch.testing.assert_close(value, weights[key], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(run.parameters, {key: weights[key] for key in run.parameters}, rtol=1e-9, atol=1e-12)
     assert set().union(*of_all_ranks(set(run.parameters))) == set(weights)
 
 
-@checks.on(2, "vgg", [2, 4])
-@checks.on(3, "convnext", [1, 5, 4])
-@checks.on(4, "vgg", [1, 1, 3, 1])
+@on(2, "vgg", [2, 4])
+@on(3, "convnext", [1, 5, 4])
+@on(4, "vgg", [1, 1, 3, 1])
 def a_chain_trains_in_a_pipeline(name: str, layers: list[int]) -> None:
     options = dict(tp_size=1, pp_size=len(layers), num_layers_per_stage=layers, microbatch_size=1)
     train_in_a_pipeline(name, **options)
 
 
-@checks.on(2)
+@on(2)
 def a_chain_is_measured_and_planned() -> None:
     sample = images(0, 1)
     model = make_model("convnext")
@@ -99,6 +93,3 @@ class AddsInPlace(nn.Module):
 
 def test_a_tensor_that_is_changed_between_modules_breaks_a_chain() -> None:
     assert links_of(AddsInPlace()) is None
-
-
-test_on_ranks = checks.test()

@@ -1,8 +1,6 @@
 """Dropout inside blocks: a unit's mask is the same on whichever rank computes the unit, so migration stays exact,
 also in a compiled model, in which balanced layers run uncompiled."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +16,7 @@ from torch._dynamo.utils import counters
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import attach_blocks
 from tests.parallel.layers.test_families import put_dropout_into_blocks
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import gpt2, train_on_tokens
 from tests.support.migration_runs import (
     ITERATIONS,
@@ -32,11 +30,8 @@ from tests.support.model_families import allow_cpu
 from tests.support.sharding import shard
 from tests.support.training import tiny_vit, train
 
-checks = Checks()
-
 
 def dropping_gpt2(layers: int = 1, residual: float = 0.1) -> nn.Module:
-    """Its vocabulary is a multiple of 64 · ranks, so that the embedding is not padded."""
     return gpt2(layers, vocab_size=768, resid_pdrop=residual, embd_pdrop=residual, attn_pdrop=0.1)
 
 
@@ -53,9 +48,8 @@ def checkpointed_vit(reentrant: bool | None) -> nn.Module:
     return model
 
 
-@checks.on(2)
+@on(2)
 def until_a_plan_divides_units_dropout_is_that_of_colossalai() -> None:
-    """Residual dropout is left out: Colossal-AI draws it differently on the ranks."""
     allow_cpu()
     for make, loop, policy in (
         (partial(dropping_gpt2, residual=0.0), train_on_tokens, {"custom_policy": None}),
@@ -70,7 +64,7 @@ def until_a_plan_divides_units_dropout_is_that_of_colossalai() -> None:
         assert_equal(run, expected, str(make))
 
 
-@checks.on(2)
+@on(2)
 def a_pass_that_checkpointing_repeats_drops_the_same() -> None:
     expected = train(draw_by_unit(seeded_migrating_run(lambda: checkpointed_vit(None), ())), ITERATIONS, accumulation=2)
     for reentrant, sender in ((False, 0), (True, 1)):
@@ -81,7 +75,7 @@ def a_pass_that_checkpointing_repeats_drops_the_same() -> None:
         assert_equal(run, expected, f"{reentrant=}")
 
 
-@checks.on(2)
+@on(2)
 def attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
     allow_cpu()
     warns = pytest.warns(UserWarning, match=r"2 attention modules .*h\.0\.attn.* kernel")
@@ -90,7 +84,7 @@ def attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
     assert [block.name for block in blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
 
 
-@checks.on(1)
+@on(1)
 def an_idle_layer_does_not_switch_the_compiler_off() -> None:
     """That would take the host as long as launching a kernel."""
     for layer in hetero_layers(shard(tiny_vit(depth=1))).values():
@@ -104,10 +98,8 @@ def an_idle_layer_does_not_switch_the_compiler_off() -> None:
         assert not any(file.endswith("torch/_dynamo/eval_frame.py") for file in files), layer
 
 
-@checks.on(2)
+@on(2)
 def migration_is_exact_in_a_compiled_model() -> None:
-    """The attention of this model has dropout inside, its MLP has not."""
-
     def make() -> nn.Module:
         return tiny_vit(depth=1, attn_drop_rate=0.2)
 
@@ -120,6 +112,3 @@ def migration_is_exact_in_a_compiled_model() -> None:
     watch.assert_migrated(1, "compiled")
     assert_equal(run, expected, "compiled")
     assert counters["frames"]["ok"] > 0
-
-
-test_on_ranks = checks.test()

@@ -1,8 +1,6 @@
 """Each model family of Colossal-AI has the loss and gradients of its unsharded model, also while a rank migrates, with
 dropout inside of blocks, and with trained parameters inside of them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +24,7 @@ from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_layout import UnitRange
 from colossal_hetero.layers.workload import Surrounded
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import plan_of
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, UNLIKE_THE_UNSHARDED_MODEL, allow_cpu, family_loss
 from tests.support.random_examples import IS_THOROUGH
@@ -42,7 +40,6 @@ from tests.support.sharding import (
     shard,
 )
 
-checks = Checks()
 COLUMN_FORMS = ("broadcast-reduce", "scatter-gather")
 
 
@@ -117,7 +114,6 @@ class Migration:
 
 
 def check_each(check: Callable[[str, int], Any], expected: dict[str, Any]) -> None:
-    """Assert that ``check(family, number)`` returns what is ``expected``."""
     allow_cpu()
     for number, name in enumerate(name for name in expected if name in BUILDERS):
         torch.manual_seed(0)
@@ -172,7 +168,7 @@ def check_family(name: str, number: int) -> tuple[dict[str, int], int, int]:
     return parallel_layer_counts(sharded), migration.loose, migration.immovable
 
 
-@checks.on(2)
+@on(2)
 def loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
     assert set(FAMILIES) >= set(BUILDERS)
     check_each(check_family, FAMILIES)
@@ -229,7 +225,7 @@ def check_dropout(name: str, number: int) -> int:
     return attached
 
 
-@checks.on(2)
+@on(2)
 def families_with_dropout_compute_the_same_as_their_unsharded_model_with_the_same_masks() -> None:
     check_each(check_dropout, DROPOUTS)
 
@@ -258,9 +254,6 @@ def check_slopes(name: str, number: int) -> None:
     migration.finish()
 
 
-@checks.on(2)
+@on(2)
 def partial_gradients_of_families_are_summed() -> None:
     check_each(check_slopes, dict.fromkeys([*SLOPES, "sam"]))
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """The vocabulary-parallel head is balanced by columns, or by rows of the vocabulary where nothing is pruned."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools
@@ -17,16 +15,13 @@ from torch import Tensor
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers.language_head import OwnLogits
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import MODELS, plan_of, tokens, train_on_tokens
 from tests.support.migration_runs import assert_equal
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import randomize
 from tests.support.training import Trained, boost, ours, sgd, theirs
-
-checks = Checks()
-
 
 CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("gpt2", {}, {}),
@@ -59,10 +54,9 @@ def outputs_of(run: Trained, inputs: Tensor, labels: Tensor | None) -> Any:
     return run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), **given)
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def migrating_the_head_is_exact() -> None:
-    """Columns, or rows of each rank's part of the vocabulary, migrate from each rank in turn."""
     ranks = dist.get_world_size()
     for number, (family, model, more) in enumerate(CASES if ranks == 2 else CASES[:1]):
         expected = train_on_tokens(reference(family, model, more), 2 * ranks)
@@ -80,10 +74,9 @@ def migrating_the_head_is_exact() -> None:
             assert_equal(run, expected, f"{family}, {model}, {more}, {head}")
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def logits_are_those_of_colossalai() -> None:
-    """Only training passes with labels use the plan; there, a rank computes its logits when it is asked for them."""
     ranks = dist.get_world_size()
     inputs, labels = tokens(0)
     family = "llama" if ranks == 2 else "gpt2"
@@ -145,8 +138,8 @@ def with_a_gradient_hook(output: Any, labels: Tensor, head: Any) -> Tensor:
 LOSSES = (z_loss, loss_of_logits_alone, both_losses, changed_in_place, with_a_gradient_hook)
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def gradients_of_own_losses_of_logits_are_exact() -> None:
     ranks = dist.get_world_size()
     for number, (loss_of, family) in enumerate(
@@ -184,8 +177,8 @@ def values(logits: Tensor) -> list[Any]:
     return seen
 
 
-@checks.on(2, False)
-@checks.on(3, True)
+@on(2, False)
+@on(3, True)
 def logits_can_be_used_like_a_tensor(asked_after_the_step: bool) -> None:
     ranks = dist.get_world_size()
     model = dict(vocab_size=96, tie_word_embeddings=False)
@@ -218,7 +211,7 @@ def logits_can_be_used_like_a_tensor(asked_after_the_step: bool) -> None:
                     use()
 
 
-@checks.on(2)
+@on(2)
 def heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
     allow_cpu()
     for family, precision in (("mistral", "bf16"), ("opt", "fp32"), ("cohere", "fp32"), ("falcon", "fp32")):
@@ -247,9 +240,8 @@ def heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
             assert (found - expected).norm() <= tolerance * expected.norm(), what
 
 
-@checks.on(2)
+@on(2)
 def in_mode_auto_rows_of_the_head_can_migrate() -> None:
-    """The head is a kind of its own, which can migrate once the model has computed a loss."""
     run = boosted("llama", {}, {}, mode="auto")
     balancer = run.plugin.balancer
     assert math.fsum(kind.weight for kind in balancer.kinds) == pytest.approx(1.0)
@@ -263,9 +255,8 @@ def in_mode_auto_rows_of_the_head_can_migrate() -> None:
     assert all(kind.moves for kind in balancer._applier.present_kinds())
 
 
-@checks.on(2)
+@on(2)
 def a_compiled_language_model_has_the_loss_and_the_logits() -> None:
-    """The whole model is compiled: what depends on the plan is not."""
     torch._dynamo.config.optimize_ddp = False
     runs = [reference("llama", {}, {}), boosted("llama", {}, {})]
     runs[1].model.unwrap().compile(backend="eager")
@@ -280,6 +271,3 @@ def a_compiled_language_model_has_the_loss_and_the_logits() -> None:
             run.losses.append(loss.item())
     assert type(output.logits) is OwnLogits
     assert_equal(runs[1], runs[0], "compiled")
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """Migration is exact: training with it differs from training without it only by the order of summation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from itertools import product
@@ -24,13 +22,11 @@ from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import Block
 from colossal_hetero.layers.transport import Pending, Started, Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.language_models import plan_of
 from tests.support.migration_runs import METHODS, migrating_run, reference_run, relative_difference
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, Trained, batch, boost, loss_of, ours, sgd, tiny_vit, train
-
-checks = Checks()
 
 TOKENS = 5  # four patches and the class token
 
@@ -64,8 +60,8 @@ def blocks_of(run: Trained) -> list[Block]:
     return run.plugin.balancer._applier._blocks
 
 
-@checks.on(2, 4, 2)
-@checks.on(3, 3, 1)
+@on(2, 4, 2)
+@on(3, 3, 1)
 def parameters_after_training_are_those_of_training_without_migration(steps: int, depth: int) -> None:
     ranks = dist.get_world_size()
     expected = train(reference_run(tiny_vit(depth=depth), tp_size=ranks), steps).parameters
@@ -77,7 +73,7 @@ def parameters_after_training_are_those_of_training_without_migration(steps: int
             assert sent > 0 or method == "broadcast-reduce", plan
 
 
-@checks.on(3)
+@on(3)
 def the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
     """If each block has its own message. The blocks of the second half do not run in the first iteration."""
 
@@ -147,7 +143,7 @@ def _sums_before_messages(seed: int, run: Trained, only_last: bool = False) -> d
     return before
 
 
-@checks.on(3)
+@on(3)
 def all_ranks_launch_messages_and_sums_in_one_order() -> None:
     """NCCL demands it of operations of two communicators."""
     run, messages = run_with(), 0
@@ -160,7 +156,7 @@ def all_ranks_launch_messages_and_sums_in_one_order() -> None:
     assert messages > 20
 
 
-@checks.on(3)
+@on(3)
 def messages_of_blocks_that_do_not_run_are_received() -> None:
     """Or the next iteration would compute with their weights from before the step."""
     run = run_with()
@@ -170,7 +166,7 @@ def messages_of_blocks_that_do_not_run_are_received() -> None:
             assert len(of_ranks[rank].get(other, ())) == len(of_ranks[other].get(rank, ())), (seed, rank, other)
 
 
-@checks.on(2)
+@on(2)
 def memory_that_nccl_sends_from_is_not_used_again_before_it_has_been_sent() -> None:
     """Waits of a rank that sends and receives, and of one that only sends, which does not wait for its receivers.
     NCCL has one handle for all messages of a batch; waiting again is allowed."""
@@ -185,7 +181,7 @@ def memory_that_nccl_sends_from_is_not_used_again_before_it_has_been_sent() -> N
     assert waits == [1, 2, 0, 1]
 
 
-@checks.on(3)
+@on(3)
 def all_pairs_of_ranks_are_connected_at_boost() -> None:
     with patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as sent:
         boost(ours(BalanceConfig(mode="auto"), tp_size=dist.get_world_size()), None, sgd)
@@ -202,9 +198,9 @@ def test_messages_take_few_processors_of_a_gpu() -> None:
     assert host_messages._few_processors("gloo") is None
 
 
-@checks.on(2, {1: 0.6})
-@checks.on(3, {0: 0.5})
-@checks.on(4, {1: 0.4, 2: 0.7})
+@on(2, {1: 0.6})
+@on(3, {0: 0.5})
+@on(4, {1: 0.4, 2: 0.7})
 def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> None:
     ranks = dist.get_world_size()
     plan = plan_for(senders, ranks)
@@ -231,7 +227,7 @@ def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> No
         assert expected.point_to_point.bytes > 0
 
 
-@checks.on(2)
+@on(2)
 def an_iteration_does_not_copy_the_layout_of_parameters() -> None:
     """Each layer would make several copies of 0.13 ms in an iteration, while the device waits."""
     for method in ("block", "scatter-gather"):
@@ -241,7 +237,7 @@ def an_iteration_does_not_copy_the_layout_of_parameters() -> None:
         assert copies.deepcopy.call_count == 0, method
 
 
-@checks.on(2)
+@on(2)
 def units_of_the_largest_norms_are_kept() -> None:
     compared = 0
     for block in blocks_of(run_with(plan=BalancePlan.resizing((0.5, 0.0)), mode="semi")):
@@ -255,6 +251,3 @@ def units_of_the_largest_norms_are_kept() -> None:
             compared += 1
             assert block._choose().tolist() == sorted(by_hand.tolist()), block.name
     assert compared == 2 or dist.get_rank() != 0
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """After a failure during migration all ranks stop with a clear message or continue with a smaller plan. None hangs."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -23,23 +21,20 @@ from colossal_hetero.layers import unit_exchange
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather, moved_count
 from colossal_hetero.layers.unit_exchange import Bucket, UnitExchange
 from colossal_hetero.layers.unit_layout import UnitShare
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.harness import errors_of_the_others
 from tests.support.migration_runs import METHODS, Watch, assert_equal, deciding_run, migrating_run, reference_run, slow
 from tests.support.training import train
 
-checks = Checks()
-
-DECIDED = 4
-"""Iterations after which training follows the plan that the balancer has decided on."""
+DECIDED = 4  # iterations after which training follows the plan that the balancer has decided on
 
 
 def _other(plan: BalancePlan) -> BalancePlan:
     return plan.limited(plan.max_received / 2)
 
 
-@checks.on(3, 0)
-@checks.on(3, 2)
+@on(3, 0)
+@on(3, 2)
 def ranks_with_different_plans_stop_before_they_apply_them(culprit: int) -> None:
     decide = Balancer._decide
 
@@ -56,7 +51,7 @@ def ranks_with_different_plans_stop_before_they_apply_them(culprit: int) -> None
     assert not any(sent.messages for sent in run.plugin.balancer.traffic.sent.values())
 
 
-@checks.on(2)
+@on(2)
 def ranks_whose_plans_become_different_stop_at_the_next_iteration() -> None:
     run = migrating_run("block", 1, tp_size=2)
     train(run, 1)
@@ -98,9 +93,9 @@ def refuse_peaks(most: float, error: RuntimeError) -> Any:
     return stack
 
 
-@checks.on(3, refuse_buffers, 0.25, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-@checks.on(3, refuse_buffers, 0.0, OutOfMemoryError("CUDA"))
-@checks.on(3, refuse_peaks, 0.25, RuntimeError(PEAK))
+@on(3, refuse_buffers, 0.25, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+@on(3, refuse_buffers, 0.0, OutOfMemoryError("CUDA"))
+@on(3, refuse_peaks, 0.25, RuntimeError(PEAK))
 def a_plan_shrinks_until_every_receiver_has_enough_memory(refuse: Any, most: float, error: RuntimeError) -> None:
     apply, received = Applier.apply, list[float]()
 
@@ -122,7 +117,7 @@ def a_plan_shrinks_until_every_receiver_has_enough_memory(refuse: Any, most: flo
     assert_equal(run, train(reference_run(tp_size=3), DECIDED), f"{error}, {most}")
 
 
-@checks.on(2)
+@on(2)
 def memory_is_asked_for_only_on_top_of_what_has_run() -> None:
     """Rank 1 takes 0.2, 0.4 and 0.4 of the units of rank 0, in each iteration and then for good: it is asked whether it
     has memory for what comes on top of what has run."""
@@ -148,7 +143,7 @@ def memory_is_asked_for_only_on_top_of_what_has_run() -> None:
         assert 0.1 < first < 0.3 and 0.1 < second < 0.3 and last == 0.0
 
 
-@checks.on(2)
+@on(2)
 def other_errors_are_not_treated_as_a_lack_of_memory() -> None:
     def fail(bucket: Bucket) -> None:
         raise RuntimeError("a mistake of our own")
@@ -192,6 +187,3 @@ def test_if_a_rank_dies_the_other_ranks_end_and_say_why(
     # A rank that does not wait for migrated work fails in the next collective of the model.
     words = "a rank of this tensor-parallel group stopped responding while migrated work"
     assert any(words in error for error in errors), errors
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """Trained parameters inside blocks, which all ranks have whole, get the gradients that one process gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,20 +11,16 @@ from colossalai.booster.plugin import HybridParallelPlugin
 from timm.layers import set_reentrant_ckpt
 from torch import Tensor, nn
 
-from tests.support.checks import Checks
+from tests.support.checks import on
+from tests.support.migration_runs import give
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import Trained, boost, ours, theirs, tiny_vit
-from tests.support.uneven_runs import backward_of, relieve, relieved_run, train_in_parts
+from tests.support.training import Trained, boost, theirs, tiny_vit
+from tests.support.uneven_runs import backward_of, relieved_run, train_in_parts
 
-checks = Checks()
-
-STEPS = 4
-"""An ordinary one, one in which units migrate, and two after they were permanently re-sharded."""
+STEPS = 4  # an ordinary one, one in which units migrate, and two after they were permanently re-sharded
 
 
 class Curve(nn.Module):
-    """An activation with a scale, and a slope for each token."""
-
     def __init__(self) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.tensor(0.1))
@@ -37,7 +31,6 @@ class Curve(nn.Module):
 
 
 def shared_slope() -> nn.Module:
-    """All MLPs and the end of the model have the same slope."""
     slope = nn.PReLU()
     model = tiny_vit(depth=1, act_layer=lambda: slope)
     model.norm = nn.Sequential(model.norm, slope)
@@ -70,7 +63,6 @@ def checkpointed(reentrant: bool) -> nn.Module:
 
 
 def thawing() -> nn.Module:
-    """The slopes are trained from the second step on."""
     model = tiny_vit(depth=1, act_layer=nn.PReLU)
     slope = model.blocks[0].mlp.act.weight.requires_grad_(False)
     passes: list[None] = []
@@ -84,7 +76,6 @@ def thawing() -> nn.Module:
 
 
 def frozen_base() -> nn.Module:
-    """Only what is inside of blocks is trained, and the head."""
     model = tiny_vit(depth=1, act_layer=nn.PReLU, qk_norm=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in ("act", "q_norm", "k_norm", "head")))
@@ -124,23 +115,22 @@ def assert_equal(run: Trained, losses: list[float], expected: Alone, what: str) 
             assert difference < 1e-10, f"{what}: {name} differs by {difference}"
 
 
-@checks.on(2, 1)
-@checks.on(3, 2)
+@on(2, 1)
+@on(3, 2)
 def training_is_that_of_one_process(parts: int) -> None:
-    """With each batch in ``parts`` micro-batches."""
     ranks = dist.get_world_size()
     for number, name in enumerate(MODELS if ranks == 2 else list(MODELS)[:3]):
         expected = alone(name, parts)
         for straggler in range(ranks) if IS_THOROUGH else (number % ranks,):
             what = f"{name}, rank {straggler} is slow"
             run = relieved_run(None, MODELS[name]().double(), sgd)
-            give = partial(relieve, run.plugin, straggler)
-            losses = train_in_parts(run.model, [run.optimizer], backward_of(run), STEPS, parts, {1: give})
+            relieve = {1: partial(give, run.plugin, straggler)}
+            losses = train_in_parts(run.model, [run.optimizer], backward_of(run), STEPS, parts, relieve)
             assert run.plugin.balancer.has_resharded, what
             assert_equal(run, losses, expected, what)
 
 
-@checks.on(4)
+@on(4)
 def options_of_the_plugin() -> None:
     """Over two replicas, in ZeRO stage 1 and in bf16: all ranks have equal slopes, those of one process."""
     _, expected = alone("PReLU")
@@ -154,29 +144,10 @@ def options_of_the_plugin() -> None:
         assert float(slope) == pytest.approx(float(expected["blocks.0.mlp.act.weight"]), abs=precision), options
 
 
-@checks.on(2)
+@on(2)
 def colossalais_plugin_with_our_policy_trains_like_one_process() -> None:
     for name in list(MODELS)[:2]:
         run = boost(theirs(tp_size=2), MODELS[name]().double(), sgd)
         assert type(run.plugin) is HybridParallelPlugin
         losses = train_in_parts(run.model, [run.optimizer], backward_of(run), STEPS)
         assert_equal(run, losses, alone(name), name)
-
-
-class Scales(nn.Module):
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.scales = nn.Parameter(torch.ones(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scales
-
-
-@checks.on(2)
-def a_parameter_with_an_element_for_each_feature_is_refused() -> None:
-    for make in (partial(Scales, 60), partial(nn.PReLU, 60)):
-        with pytest.raises(ValueError, match=r"^blocks\.0\.mlp\.act\.\w+ has an element for each of the 60 features"):
-            boost(ours(tp_size=2), tiny_vit(act_layer=make), sgd)
-
-
-test_on_ranks = checks.test()

@@ -6,28 +6,22 @@ does not sum the gradients of biases of row-parallel layers, which GPT-2 has, ov
 is compared with Colossal-AI in the same mode, and Llama with Colossal-AI without sequence parallelism.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
-from colossal_hetero import BalanceConfig, Pruning
+from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import block_rules, hetero_layers
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import MODELS, plan_of, train_on_tokens
 from tests.support.migration_runs import assert_equal
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
 
-checks = Checks()
-
-
 CASES = (("gpt2", "split_gather"), ("llama", "split_gather"), ("llama", "ring"))
-REFERENCE = {"gpt2": "split_gather", "llama": None}
-"""The mode of Colossal-AI that a family is compared with."""
+REFERENCE = {"gpt2": "split_gather", "llama": None}  # the mode of Colossal-AI that a family is compared with
 
 
 def options(mode: str | None) -> dict[str, Any]:
@@ -40,8 +34,8 @@ def boosted(family: str, sequence: str | None, **choices: Any) -> Trained:
     return boost(ours(config, **options(sequence)), MODELS[family](layers=1), sgd)
 
 
-@checks.on(2)
-@checks.on(3)
+@on(2)
+@on(3)
 def migration_is_exact_with_sequence_parallelism() -> None:
     """Each rank is slow in two iterations; its units migrate in the first one, and for good in the second one."""
     ranks = dist.get_world_size()
@@ -60,7 +54,7 @@ def migration_is_exact_with_sequence_parallelism() -> None:
             assert_equal(run, expected, what)
 
 
-@checks.on(2)
+@on(2)
 def without_a_plan_the_result_is_colossalais_bit_for_bit() -> None:
     for family, mode in CASES:
         expected = train_on_tokens(boost(theirs(custom_policy=None, **options(mode)), MODELS[family](layers=1), sgd), 2)
@@ -70,9 +64,8 @@ def without_a_plan_the_result_is_colossalais_bit_for_bit() -> None:
         assert_same_parameters(run.parameters, expected.parameters, f"{family}, {mode}")
 
 
-@checks.on(2)
+@on(2)
 def blocks_are_resized_with_sequence_parallelism() -> None:
-    """A pruned block computes the same with sequence parallelism as without."""
     runs = []
     for mode in ("split_gather", "ring", None):
         run = boosted("llama", mode, mode="resize")
@@ -83,14 +76,8 @@ def blocks_are_resized_with_sequence_parallelism() -> None:
     assert_equal(runs[1], runs[2], "ring")
 
 
-@checks.on(2)
-def columns_are_refused_with_sequence_parallelism() -> None:
-    for mode, form, columns in (
-        ("resize", r"Pruning\(resizing='block'\)", dict(pruning=Pruning(resizing="column"))),
-        ("migrate", "migration='block'", dict(migration="broadcast-reduce")),
-    ):
-        with pytest.raises(ValueError, match=rf"{mode}.* columns .*seq_parallel_mode='split_gather'.*choose {form}"):
-            boosted("gpt2", "split_gather", mode=mode, **columns)
+@on(2)
+def attention_in_no_block_is_refused_or_stays_with_sequence_parallelism() -> None:
     rules = {name: rule for name, rule in block_rules.RULES.items() if name != "transformers.GPT2Attention"}
     with patch.object(block_rules, "RULES", rules):
         with pytest.raises(ValueError, match=r"attn\.c_attn, which is in no block.* choose mode 'auto'"):
@@ -98,6 +85,3 @@ def columns_are_refused_with_sequence_parallelism() -> None:
         run = boosted("gpt2", "split_gather")
     assert {layer.block is None for layer in hetero_layers(run.model).values()} == {True, False}
     train_on_tokens(run, 1)
-
-
-test_on_ranks = checks.test()

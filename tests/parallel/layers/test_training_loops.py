@@ -1,8 +1,6 @@
 """Training is that of Colossal-AI's plugin whatever a loop does while units or columns migrate, and move for good, with
 each feature of the plugin, and while plans change."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from colossal_hetero.balance import BalancePlan, pruning
 from colossal_hetero.layers import hetero_layers
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.migration_runs import (
     ITERATIONS,
     METHODS,
@@ -33,8 +31,6 @@ from tests.support.migration_runs import (
 )
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, loss_of, tiny_vit, train
-
-checks = Checks()
 
 STEPS = 3
 PIPELINE = dict(pp_size=2, num_microbatches=3)
@@ -156,7 +152,6 @@ def gradients_without_backward(run: Trained) -> None:
 
 
 def frozen_weights_that_change(run: Trained) -> None:
-    """Change frozen weights after some iterations, without a trace, and train them in the end."""
     frozen = run.model.unwrap().blocks[0]
     train(run, 2)
     for parameter in frozen.parameters():
@@ -179,7 +174,6 @@ def _fail(*_: Any) -> None:
 
 
 def failures(run: Trained) -> None:
-    """In each iteration, all ranks fail in the forward pass of one batch and the backward pass of another one."""
     block = run.model.unwrap().blocks[0]
     for iteration in range(ITERATIONS):
         for micro in range(4):
@@ -199,7 +193,6 @@ def failures(run: Trained) -> None:
 
 
 def unused_passes(run: Trained) -> None:
-    """Use batches of changing size, two forwards per backward, unused forward passes, and evaluation in between."""
     for iteration in range(ITERATIONS):
         few, more = (iteration, 3 + iteration), (50 + iteration, 8 - iteration)
         with torch.no_grad():
@@ -259,17 +252,13 @@ class Case:
     train: Callable[[Trained], Any] = plainly
     options: dict[str, Any] = field(default_factory=dict)
     """Of the plugin, besides two ranks of tensor parallelism, or three."""
-    model: Callable[[], nn.Module | None] = lambda: None
-    """None: that of :func:`migrating_run`."""
-    columns: bool = False
-    """Whether it is checked in column form too."""
+    model: Callable[[], nn.Module | None] = lambda: None  # None: that of :func:`migrating_run`
+    columns: bool = False  # whether it is checked in column form too
     for_good: bool | None = False
     """Whether units can be permanently re-sharded: if the loop keeps no tensor of a parameter's shape from one step to
     the next. None: this is tried, and hooks prevent it."""
-    sender: int | None = None
-    """The global rank that gives work away; None: another one in each case."""
-    methods: tuple[str, ...] | None = None
-    """With dropout in blocks, units do not draw Colossal-AI's masks."""
+    sender: int | None = None  # the global rank that gives work away; None: another one in each case
+    methods: tuple[str, ...] | None = None  # with dropout in blocks, units do not draw Colossal-AI's masks
 
 
 CASES: dict[str, Case] = {
@@ -323,7 +312,6 @@ def seeded() -> Iterator[None]:
 
 
 def trained(case: Case, what: str, sender: int, method: str | None, choices: Any = None, **options: Any) -> Trained:
-    """A run with Colossal-AI's plugin or, if a ``method`` is given, with ours, in which ``sender`` gives work away."""
     with seeded():
         if method is None:
             run = reference_run(case.model(), **options)
@@ -339,9 +327,9 @@ def trained(case: Case, what: str, sender: int, method: str | None, choices: Any
     return run
 
 
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
+@on(2)
+@on(3)
+@on(4)
 def any_loop_trains_with_each_feature_as_without_migration() -> None:
     world = dist.get_world_size()
     for number, (name, case) in enumerate((OF_FOUR_RANKS if world == 4 else CASES).items()):
@@ -379,8 +367,8 @@ HALF: dict[int, dict[str, Case]] = {
 }
 
 
-@checks.on(2)
-@checks.on(4)
+@on(2)
+@on(4)
 def migration_in_half_precision_is_as_close_to_fp32_as_training_without_it() -> None:
     for number, (name, case) in enumerate(HALF[dist.get_world_size()].items()):
         of_half = ("zero_stage", "overlap_allgather", "initial_scale", "precision")
@@ -440,7 +428,7 @@ def _train_without(run: Trained, left_out: dict[str, tuple[int, int]]) -> Traine
     return run
 
 
-@checks.on(2)
+@on(2)
 def a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> None:
     """In block form that is the model without the pruned units, also if nothing migrates."""
     for sender, method, given in (
@@ -477,7 +465,6 @@ def evaluate(run: Trained, seen: list[Tensor]) -> None:
 
 
 def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
-    """Evaluate between iterations, between micro-batches, and between a forward pass and its backward pass."""
     for iteration in range(ITERATIONS):
         for micro in range(2):
             loss = forward(run, 2 * iteration + micro)
@@ -494,8 +481,8 @@ def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
     return run
 
 
-@checks.on(2, 2)
-@checks.on(3, 3)
+@on(2, 2)
+@on(3, 3)
 def evaluation_while_units_migrate_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
     expected: list[Tensor] = []
     plain = train_and_evaluate(reference_run(tp_size=world), expected)
@@ -512,25 +499,24 @@ def evaluation_while_units_migrate_gives_the_logits_of_the_unbalanced_model(worl
         assert records is None or [record.iteration for record in records] == list(range(ITERATIONS))
 
 
-def hook_gradients(run: Trained, on: Sequence[int]) -> Trained:
-    """On the ranks ``on``, limit the gradients of each micro-batch of what ranks do not share."""
-    if dist.get_rank() in on:
+def hook_gradients(run: Trained, ranks: Sequence[int]) -> Trained:
+    if dist.get_rank() in ranks:
         for each in filter(is_sharded, run.model.parameters()):
             each.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
     return run
 
 
-@checks.on(4)
+@on(4)
 def hooks_in_a_pipeline_see_each_micro_batch() -> None:
     everywhere, first, options = (0, 1, 2, 3), (0,), dict(tp_size=2) | PIPELINE
-    for on, sender in ((everywhere, 0), (first, 1)):
-        expected = train(hook_gradients(reference_run(**options), on), STEPS)
+    for ranks, sender in ((everywhere, 0), (first, 1)):
+        expected = train(hook_gradients(reference_run(**options), ranks), STEPS)
         # The ranks 0 and 1 share the layers of the first stage, 2 and 3 those of the second one.
-        run = hook_gradients(migrating_run("block", (), **options), on)
-        give(run, (sender, 2 + sender))
+        run = hook_gradients(migrating_run("block", (), **options), ranks)
+        give(run.plugin, (sender, 2 + sender))
         train(run, STEPS)
         assert run.plugin.balancer.plan.migrate[sender] > 0.1
-        assert_equal(run, expected, f"hooks on {on}, sender {sender}")
+        assert_equal(run, expected, f"hooks on {ranks}, sender {sender}")
     # Also hooks that are registered while units migrate.
     late = [migrating_run("block", 1, **options), reference_run(**options)]
     for run in late:
@@ -538,7 +524,7 @@ def hooks_in_a_pipeline_see_each_micro_batch() -> None:
     assert_equal(*late, "late hooks")
 
 
-@checks.on(4)
+@on(4)
 def blocks_that_are_left_out_of_some_micro_batches_of_a_pipeline() -> None:
     options = dict(tp_size=2) | PIPELINE
     runs = [migrating_run("block", (0, 2), **options), reference_run(**options)]
@@ -549,6 +535,3 @@ def blocks_that_are_left_out_of_some_micro_batches_of_a_pipeline() -> None:
         train(run, STEPS)
     assert runs[0].plugin.balancer.plan.migrate[0] > 0.1
     assert_equal(*runs, "left out")
-
-
-test_on_ranks = checks.test()

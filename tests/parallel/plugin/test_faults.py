@@ -1,7 +1,5 @@
 """A rank that runs out of memory repeats its forward pass, or ends all ranks with words; if one is killed, all end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource
@@ -131,7 +129,6 @@ def train_with_and_without_a_limit() -> None:
 
 
 def test_a_real_limit() -> None:
-    """A micro-batch of 8 samples needs 34 MB of activations, of which 20 MB can be mapped."""
     run_ranks(1, train_with_and_without_a_limit)
 
 
@@ -144,7 +141,6 @@ def kill_this_rank(*_: Any) -> None:
 
 @unmeasured
 def train_until_killed(stage: int, victim: int, place: str) -> None:
-    """Train; in its second global batch the rank ``victim`` ends in ``place``."""
     _, _, model, optimizer, criterion, loader, _ = boosted(stage)
     steps = 0
     for inputs, targets in loader:

@@ -1,8 +1,6 @@
 """HeteroHybridParallelPlugin with uneven batches, on replicas of one or more ranks, compared with one process; and
 loaders of equal plans, unequal plans and uneven batches, which draw alike and continue from each other's positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,12 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import if_thorough, of_all_ranks, on
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import CLASSES, tiny_vit, zero_plugin
 from tests.support.zero_runs import fit, global_batches, sizes_by_rank, unmeasured
 
-checks = Checks()
 SAMPLES, GLOBAL_BATCH = 17, 7
 STEPS = 3  # an epoch, whose last global batch has three samples
 
@@ -73,18 +70,18 @@ def train_alone(max_norm: float = 0.0) -> Tensor:
     return logits_of(model)
 
 
-@checks.on(2, 1, [[5], [2]], "off")
-@checks.on(2, 1, [[0, 0], [4, 3]], "off")
-@checks.on(3, 1, [[2, 1], [1, 1], [1, 1]], "off")
-@checks.on(4, 2, [[4, 2], [1, 0]], "off")
-@checks.on(4, 2, [[1], [6]], "auto")
+@on(2, 1, [[5], [2]], "off")
+@on(2, 1, [[0, 0], [4, 3]], "off")
+@on(3, 1, [[2, 1], [1, 1], [1, 1]], "off")
+@on(4, 2, [[4, 2], [1, 0]], "off")
+@on(4, 2, [[1], [6]], "auto")
 def training_equals_that_of_one_process(tp_size: int, division: list[list[int]], mode: Any) -> None:
     found = train(division, tp_size, balance=BalanceConfig(mode=mode))
     torch.testing.assert_close(found, train_alone(), rtol=1e-3, atol=1e-4)
 
 
-@checks.if_thorough(2, 1)
-@checks.on(4, 2)
+@if_thorough(2, 1)
+@on(4, 2)
 def zero_in_half_precision_is_close_to_training_in_fp32(tp_size: int) -> None:
     for zero_stage in (1, 2):
         found = train([[3, 1], [2, 1]], tp_size, precision="bf16", zero_stage=zero_stage)
@@ -92,8 +89,8 @@ def zero_in_half_precision_is_close_to_training_in_fp32(tp_size: int) -> None:
         assert all(torch.equal(found, other) for other in of_all_ranks(found))
 
 
-@checks.if_thorough(2, 1)
-@checks.on(4, 2)
+@if_thorough(2, 1)
+@on(4, 2)
 def clipping_equals_that_of_one_process(tp_size: int) -> None:
     for tolerance, clip, options in (
         (1e-3, 0.0, dict(max_norm=0.5)),
@@ -102,24 +99,6 @@ def clipping_equals_that_of_one_process(tp_size: int) -> None:
     ):
         found = train([[4, 1], [1, 1]], tp_size, clip, **options)
         torch.testing.assert_close(found, train_alone(0.5), rtol=tolerance, atol=tolerance / 10)
-
-
-@checks.on(2)
-def options_that_cannot_be_combined_are_refused() -> None:
-    sequences = dict(enable_sequence_parallelism=True, sp_size=2)
-    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        (dict(pp_size=2, num_microbatches=2), {}, r"combined with a pipeline \(pp_size=2\): a plan gives each"),
-        (dict(zero_stage=2), dict(accumulation="per_rank"), 'accumulation="per_rank" needs zero_stage 0 or 1, not 2'),
-        # Colossal-AI's default mode of sequence parallelism is all_to_all.
-        (sequences, {}, "cannot be combined with sp_size=2"),
-        (sequences | dict(sequence_parallelism_mode="ring_attn"), {}, "cannot be combined with sp_size=2"),
-    ]
-    usual: dict[str, Any] = dict(tp_size=1, pp_size=1, precision="bf16")
-    for options, batches, words in cases:
-        with pytest.raises(ValueError, match=words):
-            HeteroHybridParallelPlugin(batches=BatchConfig(global_batch_size=4, **batches), **(usual | options))
-    with pytest.raises(TypeError, match="is not a BatchConfig"):
-        HeteroHybridParallelPlugin(**usual, batches=8)  # type: ignore[arg-type]
 
 
 SIZE, EIGHT = 51, 8
@@ -163,8 +142,8 @@ def draw(loader: Any, stop: int | None = None) -> list[list[int]]:
     return found
 
 
-@checks.on(2, None)
-@checks.on(2, 7)
+@on(2, None)
+@on(2, 7)
 @unmeasured
 def all_loaders_draw_alike_and_continue_from_each_other(seed: int | None) -> None:
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed((seed or 0) + 3)).tolist()
@@ -189,6 +168,3 @@ def all_loaders_draw_alike_and_continue_from_each_other(seed: int | None) -> Non
             check(loader, f"{before} to {after}, resumed", 2)
     with pytest.raises(ValueError, match="seed was"):
         loader_of("even", 5).load_state_dict(states["ZeRO"])
-
-
-test_on_ranks = checks.test()

@@ -1,7 +1,5 @@
 """Profiling on several ranks: none waits for another, each finds its limit, and training is unchanged."""
 
-from __future__ import annotations
-
 import hashlib
 import resource
 from collections.abc import Callable, Iterator
@@ -27,8 +25,10 @@ from colossal_hetero.profiling.local_collectives import local_collectives
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
+from tests.support.checks import on
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import make_step
 
 KINDS = ("ddp", "zero1", "zero2", "fsdp", "fsdp_original", "fsdp_grad_op")
 WIDTH = 37
@@ -101,13 +101,11 @@ def train(model: nn.Module, optimizer: Any, steps: int) -> list[str]:
     losses = []
     for _ in range(steps):
         losses.append(forward_backward(model, optimizer, 4).item().hex())
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     return losses
 
 
 def timed(model: nn.Module, optimizer: Any, batch: int) -> float:
-    """Run a batch and return a simulated time, which is so long that the profiler does not measure again."""
     forward_backward(model, optimizer, batch)
     return 1 + 0.1 * batch
 
@@ -120,7 +118,6 @@ def outcome(model: nn.Module, losses: list[str]) -> tuple[list[str], str]:
 
 
 def trained(kind: str, before: int, interlude: Callable[[nn.Module, Any], Any]) -> tuple[Any, Any]:
-    """Train, with a call of ``interlude`` after ``before`` steps. Returns the outcome and the result of the call."""
     model, optimizer = build(kind)
     losses = train(model, optimizer, before)
     result = interlude(model, optimizer)
@@ -148,7 +145,6 @@ def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, f
 
 
 def run_out_everywhere(model: nn.Module, optimizer: Any) -> int:
-    """Rank 0 runs out of memory at each place in turn, with and without a complete step in between."""
     failures = 0
     with preserved_state(model, optimizer), local_collectives(model):
         for again in range(2):
@@ -186,7 +182,8 @@ def test_one_rank_runs_out_of_memory(kind: str) -> None:
     run_ranks(2, scenario, kind)
 
 
-def collectives_on_one_rank() -> None:
+@on(2)
+def no_rank_waits_for_another() -> None:
     """Rank 1 calls every collective; rank 0 calls none, and neither waits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 1:
@@ -218,10 +215,6 @@ def collectives_on_one_rank() -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == size
-
-
-def test_no_rank_waits_for_another() -> None:
-    run_ranks(2, collectives_on_one_rank)
 
 
 def test_the_state_to_come_leaves_less_memory_for_samples() -> None:

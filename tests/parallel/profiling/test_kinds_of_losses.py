@@ -1,7 +1,5 @@
 """A loss is shown to be the mean over samples, or its weights are asked for: many losses, at random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,13 +14,9 @@ from colossal_hetero.data_parallel.loader import make_loader
 from colossal_hetero.data_parallel.loss_weights import require_mean_over_samples, samples_in
 from colossal_hetero.profiling.loss_check import check_loss
 from colossal_hetero.profiling.training_step import TrainingStep, TrialRun, default_training_step
-from tests.support.checks import Checks
-
-checks = Checks()
+from tests.support.checks import on
 
 CLASSES, WIDTH = 5, 6
-
-
 Make = Callable[[int, torch.Generator], Any]
 
 
@@ -49,10 +43,6 @@ def classified(index: int, generator: torch.Generator) -> Any:
     return numbers(generator, WIDTH), index % CLASSES
 
 
-def in_order(index: int, generator: torch.Generator) -> Any:
-    return numbers(generator, WIDTH), index // 18
-
-
 def map_of_pixels(equally_many: bool) -> Make:
     def make(index: int, generator: torch.Generator) -> Any:
         labels = torch.randint(CLASSES, (4, 4), generator=generator)
@@ -67,23 +57,18 @@ def masked(index: int, generator: torch.Generator) -> Any:
     return dict(x=numbers(generator, 12, WIDTH), y=numbers(generator, 12), mask=mask.float())
 
 
-def some_ignored(index: int, generator: torch.Generator) -> Any:
-    return numbers(generator, WIDTH), -100 if index % 4 == 0 else index % CLASSES
-
-
 def with_zeros(head: Any) -> nn.Module:
-    """A head whose weights are zero at first, so that every loss is ln(classes)."""
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
 
 
 def zero() -> nn.Module:
-    return with_zeros(nn.Linear(WIDTH, CLASSES))
+    return with_zeros(linear())
 
 
-def linear(classes: int = CLASSES) -> nn.Module:
-    return nn.Linear(WIDTH, classes)
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, CLASSES)
 
 
 def pixels() -> nn.Module:
@@ -130,13 +115,13 @@ UNKNOWN = "cannot be found out"
 CASES = [
     Case("classes", classified, "samples"),
     Case("a loss in training mode only", classified, "samples", step=in_training_only),
-    Case("mild class weights", in_order, ASKS, nn.CrossEntropyLoss(torch.tensor([1, 1, 1.5, 1.5, 2]))),
+    Case("mild class weights", lambda i, g: (numbers(g, WIDTH), i // 18), ASKS, weighing(1, 1, 1.5, 1.5, 2)),
     Case("equal class weights", classified, "samples", weighing(*[3.0] * 5)),
     Case("a class that is hardly seen", lambda i, g: (numbers(g, WIDTH), 1), UNKNOWN, weighing(9.0, *[1.0] * 4)),
     Case("pixels without 255", map_of_pixels(False), ASKS, WITHOUT_255, pixels),
     Case("equally many pixels are left out", map_of_pixels(True), UNKNOWN, WITHOUT_255, pixels),
-    Case("samples without a label", some_ignored, ASKS),
-    Case("masked regression", masked, ASKS, step=regression, model=lambda: linear(1)),
+    Case("samples without a label", lambda i, g: (numbers(g, WIDTH), -100 if i % 4 == 0 else i % CLASSES), ASKS),
+    Case("masked regression", masked, ASKS, step=regression, model=lambda: nn.Linear(WIDTH, 1)),
     Case("contrastive", classified, ASKS, step=contrastive, model=linear),
     Case("random noise", classified, "differs from pass to pass", step=random_noise),
     Case("all alike", lambda index, generator: (torch.ones(WIDTH), 1), "have the same loss"),
@@ -164,7 +149,7 @@ def answer(trial: TrialRun, precision: str) -> str:
         return str(error)
 
 
-@checks.on(2)
+@on(2)
 def what_each_loss_is_a_mean_over_is_found() -> None:
     for case in CASES:
         for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -202,8 +187,6 @@ def with_a_log(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
 
 
 class Counting(nn.Linear):
-    """Computes its loss itself, as models of transformers do."""
-
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         loss = cross_entropy(super().forward(x), labels, reduction="sum") * dist.get_world_size()
         return type("Output", (dict,), {})(loss=loss / by_all_reduce(torch.tensor(float(len(labels)))))
@@ -213,7 +196,7 @@ def step_of_counting(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     return model(*batch)["loss"]
 
 
-@checks.on(2)
+@on(2)
 def losses_that_depend_on_other_ranks_are_refused() -> None:
     world, words = range(dist.get_world_size()), "depends on a value that {} combines over ranks"
     for count, name in ((by_all_reduce, "all_reduce"), (by_objects, "all_gather_object")):
@@ -251,7 +234,7 @@ def fails(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     raise KeyError("labels")
 
 
-@checks.on(2)
+@on(2)
 def a_step_may_need_several_samples_at_once() -> None:
     world = range(dist.get_world_size())
     for step, multiple, weight in (
@@ -278,12 +261,11 @@ def ragged(index: int, generator: torch.Generator) -> Any:
 
 
 def packed(samples: list[Any]) -> Any:
-    """All sequences in one tensor, the length of each, and the labels."""
     sequences, labels = zip(*samples, strict=True)
     return torch.cat(sequences), torch.tensor([len(each) for each in sequences]), torch.tensor(labels)
 
 
-@checks.on(2)
+@on(2)
 def samples_that_a_batch_leaves_out_or_packs_are_counted() -> None:
     trial = trial_of(Case("left out", classified, "", collate=leaving_out))
     assert check_loss(trial, range(dist.get_world_size())) == 1
@@ -294,6 +276,3 @@ def samples_that_a_batch_leaves_out_or_packs_are_counted() -> None:
     assert samples_in(trial_of(CASES[0])) is None
     count = samples_in(trial := trial_of(Case("packed", ragged, "", collate=packed)))
     assert count is not None and count(trial.batch(range(10))) == 10  # and not the number of rows
-
-
-test_on_ranks = checks.test()

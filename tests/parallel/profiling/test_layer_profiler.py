@@ -1,7 +1,5 @@
 """Profiling layers on several ranks: ranks with similar times become one kind, and layers may communicate."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -18,11 +16,9 @@ from colossal_hetero.profiling.layer_profiler import profile_layers
 # isort: split
 from colossalai.shardformer import ShardConfig, ShardFormer
 
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.layer_profiles import times_of
 from tests.support.simulated_layers import Model, SimulatedClock, SlowSGD, batch, use_clock
-
-checks = Checks()
 
 
 def measure(model: nn.Module, clock: SimulatedClock, **options: Any) -> Any:
@@ -33,7 +29,7 @@ def measure(model: nn.Module, clock: SimulatedClock, **options: Any) -> Any:
         return profile_layers(model, batch(), F.cross_entropy, optimizer=partial(SlowSGD, clock=clock), **options)
 
 
-@checks.on(4)
+@on(4)
 def ranks_with_similar_times_are_one_kind() -> None:
     clock = SimulatedClock([1.0, 0.25, 0.96, 0.25][dist.get_rank()])
     measured = measure(Model(clock), clock)
@@ -68,7 +64,7 @@ class Sum(torch.autograd.Function):
         return gradient
 
 
-@checks.on(2)
+@on(2)
 def layers_that_communicate_are_measured_together() -> None:
     clock = SimulatedClock([1.0, 0.5][dist.get_rank()])
     profile = measure(Model(clock, block=Summed), clock, tensor_parallel=2, group=dist.group.WORLD).profile
@@ -79,7 +75,7 @@ def layers_that_communicate_are_measured_together() -> None:
     assert times_of(profile, "cpu", 2, 2).forward_seconds[1] == pytest.approx(2 * 0.006, rel=0.2)
 
 
-@checks.on(2)
+@on(2)
 def a_failure_on_one_rank_is_raised_on_all() -> None:
     clock = SimulatedClock()
     model = Model(clock)
@@ -94,7 +90,7 @@ def vision_transformer() -> nn.Module:
     return VisionTransformer(img_size=8, patch_size=4, embed_dim=16, depth=3, num_heads=2, num_classes=5)
 
 
-@checks.on(2)
+@on(2)
 def a_real_model_is_measured_as_its_shards() -> None:
     config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD, enable_tensor_parallelism=True)
     model, _ = ShardFormer(config).optimize(vision_transformer(), policy=TimmViTPolicy())
@@ -115,6 +111,3 @@ def a_real_model_is_measured_as_its_shards() -> None:
     assert own.parameter_bytes[0] == all_of.parameter_bytes[0]
     assert all_of.activation_bytes[1] / 2 < own.activation_bytes[1] < all_of.activation_bytes[1]
     assert own.output_bytes == all_of.output_bytes
-
-
-test_on_ranks = checks.test()

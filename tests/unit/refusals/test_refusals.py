@@ -109,7 +109,7 @@ def stragglers(**changes: Any) -> None:
 
 MODULES = (
     *("balance", "testing", "elastic.environment", "elastic.membership", "elastic.world", "plugin.zero.zero_plugin"),
-    *("planner", "planner.batches.allocation", "planner.cluster.all_reduce", "planner.cluster.gpu_catalog"),
+    *("planner", "planner.batches.allocation", "planner.cluster.all_reduce", "planner.cluster.gpu_catalog", "layers"),
     *("planner.cluster.topology", "planner.cost.simulate", "planner.profile.estimate", "planner.cost.layout_line"),
 )
 SETTINGS: dict[str, Any] = {}

@@ -1,7 +1,5 @@
 """Interleaved and zero-bubble plans: training equals that of one process, and passes run in the planned order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +17,10 @@ from colossal_hetero.planner.cost.pass_order import GraphSeconds, Pass, interlea
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import order_of
 from tests.parallel.plugin.hybrid.test_plan_agreement import BLOCKS, cluster, profile
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.planned_runs import images_and_labels, train_alone, train_planned
 from tests.support.planning import make_plans, planned
 from tests.support.training import boost, by_labels, mean_over_replicas, sgd, tiny_vit
-
-checks = Checks()
 
 
 def recorded(scheduler: Any, chunk_numbers: list[int]) -> list[Pass]:
@@ -60,7 +56,7 @@ def recorded(scheduler: Any, chunk_numbers: list[int]) -> list[Pass]:
     return passes
 
 
-@checks.on(2)
+@on(2)
 def plans_with_chunks_train_as_one_process_and_run_their_passes_in_order() -> None:
     topology, (expected, weights) = cluster((1.0, 0.5)), train_alone(BLOCKS, 8)
     for schedule in ("interleaved", "zbv"):
@@ -82,8 +78,7 @@ def plans_with_chunks_train_as_one_process_and_run_their_passes_in_order() -> No
         ranges = plan.replicas[0].stages[stage].block_ranges
         blocks = {int(name.split(".")[1]) for name in held if name.startswith("blocks.")}
         assert blocks == {block for a, b in ranges for block in range(a, b)}
-        for name, value in held.items():
-            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(held, {name: weights[name] for name in held}, rtol=1e-4, atol=1e-6)
         assert plugin.drift is None
         check_evaluation(run, plan, plan.schedule)
         with pytest.raises(ValueError, match=r"num_model_chunks=3 contradicts the plan, which has 2"):
@@ -113,7 +108,7 @@ def check_evaluation(run: Any, plan: Plan, schedule: str) -> None:
     train_planned(run, 1)
 
 
-@checks.on(4)
+@on(4)
 def replicas_of_plans_with_chunks_sum_their_gradients() -> None:
     # In one data-parallel group the first replica has the lower rank, in the other group the higher one.
     topology, ranks = cluster((1.0, 0.5, 1.0, 0.5)), [[[1], [2]], [[3], [0]]]
@@ -143,7 +138,7 @@ def run_alone(stage: int, stages: int, chunks: int, micro_batches: int) -> list[
     return passes
 
 
-@checks.on(1)
+@on(1)
 def orders_of_passes_are_those_of_colossalai() -> None:
     for stages, chunks, multiple in ((2, 2, 1), (2, 3, 2), (3, 2, 1), (4, 2, 2), (4, 3, 3), (5, 4, 1)):
         order = interleaved(stages, chunks, stages * multiple)
@@ -154,6 +149,3 @@ def orders_of_passes_are_those_of_colossalai() -> None:
     for stages, multiple in ((2, 2), (3, 1), (4, 3)):
         graph = PipelineGraph(stages, stages * multiple, 1.0, 1.5, 0.5, 0.2, 1, 0, -1)
         assert str(graph.get_v_schedule()) == str(zero_bubble_nodes(stages, stages * multiple, seconds))
-
-
-test_on_ranks = checks.test()

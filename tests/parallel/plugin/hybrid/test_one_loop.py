@@ -1,13 +1,10 @@
 """One training loop, with ``booster.execute_pipeline``, for every plan: with a pipeline or without one."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
 from colossalai.booster import Booster
 from torch.utils.data import TensorDataset
@@ -15,7 +12,7 @@ from transformers import BatchEncoding
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.cost.plan import Plan
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.harness import run_ranks
 from tests.support.planned_runs import ITERATIONS, MICRO_BATCH, MICRO_BATCHES, images_and_labels, share
 from tests.support.planning import make_plan, planned, unequal_plan
@@ -24,6 +21,7 @@ from tests.support.training import (
     boost,
     by_labels,
     loss_of,
+    make_step,
     ours,
     sgd,
     theirs,
@@ -32,7 +30,6 @@ from tests.support.training import (
 )
 from tests.support.zero_runs import unmeasured
 
-checks = Checks()
 MAX_NORM = 0.5  # below the norm of the gradients, so that they are clipped
 ALONE, DP2, PP2 = make_plan([[[0]]], (2,)), make_plan([[[1]], [[0]]], (2,)), make_plan([[[0], [1]]], (1, 1))
 UNEQUAL = unequal_plan(make_plan([[[0]]], (2,), MICRO_BATCH, 1), make_plan([[[1], [2]]], (1, 1), MICRO_BATCH, 3))
@@ -55,13 +52,12 @@ def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]
             expected += part.detach()
         assert torch.equal(loss, expected)
         for each in (run, other):
-            each.optimizer.step()
-            each.optimizer.zero_grad()
+            make_step(each.optimizer)
         assert run.optimizer.get_grad_norm() == other.optimizer.get_grad_norm() > MAX_NORM
     assert_same_parameters(run.parameters, other.parameters, str(options))
 
 
-@checks.on(2)
+@on(2)
 def check_each_as_an_accumulating_loop() -> None:
     replicas, parts = [[[0]], [[1]]], [[[0, 1]]]
     for rank_order, options in (
@@ -75,7 +71,6 @@ def check_each_as_an_accumulating_loop() -> None:
 
 
 def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
-    """What is returned with and without gradients, also for batches of other sizes in evaluation."""
     run = boost(planned(plan), make_optimizer=sgd)
     steps: list[tuple[int, bool, bool, bool]] = [  # samples, training, return_loss, return_outputs
         (8, True, True, True),
@@ -96,8 +91,7 @@ def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
         results.append({key: None if value is None else value.detach() for key, value in result.items()})
         assert all(value is None or not value.requires_grad for value in result.values())
         if training:
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            make_step(run.optimizer)
     return results
 
 
@@ -111,37 +105,23 @@ def test_results_are_those_of_colossalais_pipeline() -> None:
                 torch.testing.assert_close(own[key], other[key], rtol=1e-5, atol=1e-6)
 
 
-@checks.on(2)
+@on(2)
 def check_without_a_plan() -> None:
-    """The plugin's arguments for a pipeline also divide a batch without one."""
     for sizes in (dict(num_microbatches=4), dict(microbatch_size=2), {}):
         run = boost(ours(tp_size=1, **sizes), make_optimizer=sgd)
         counted: list[int] = []
         run.model.register_forward_pre_hook(lambda _, inputs, counted=counted: counted.append(len(inputs[0])))
         run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
         assert counted == ([8] if not sizes else [2] * 4)
-    for sizes, words in ((dict(num_microbatches=3), "3 micro-batches"), (dict(microbatch_size=3), "of 3")):
-        run = boost(ours(tp_size=1, **sizes), make_optimizer=sgd)
-        with pytest.raises(ValueError, match=rf"8 samples cannot be divided into .*{words}"):
-            run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
-    with pytest.raises(TypeError, match=r"takes an iterator, as iter\(dataloader\), not a list"):
-        run.booster.execute_pipeline([images_and_labels(0, 8)], run.model, by_labels, run.optimizer)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"give execute_pipeline the optimizer, or evaluate inside torch.no_grad\(\)"):
-        run.booster.execute_pipeline(iter([images_and_labels(0, 3)]), run.model, by_labels)
-    run = boost(planned(DP2), make_optimizer=sgd)
-    for size in (6, MICRO_BATCH):
-        with pytest.raises(ValueError, match=rf"a batch of {size} samples does not fit the plan.*use batch_size=8 \("):
-            run.booster.execute_pipeline(iter([images_and_labels(0, size)]), run.model, by_labels, run.optimizer)
 
 
 class OwnDict(dict[str, Any]): ...
 
 
-@checks.on(1, ALONE)
-@checks.on(2, PP2)
-@checks.on(3, UNEQUAL)
+@on(1, ALONE)
+@on(2, PP2)
+@on(3, UNEQUAL)
 def batches_may_be_any_mapping(plan: Plan) -> None:
-    """The batch is any mapping, or has one inside; with and without gradients."""
     run = boost(planned(plan), make_optimizer=sgd)
     images, labels = (part[share(run.plugin)] for part in images_and_labels(0, plan.global_batch))
 
@@ -166,7 +146,7 @@ def batches_may_be_any_mapping(plan: Plan) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(kind))
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def uneven_batches_are_trained_with_the_same_loop() -> None:
     plugin = HeteroHybridParallelPlugin(1, 1, precision="fp32", batches=BatchConfig(global_batch_size=7))
@@ -176,11 +156,6 @@ def uneven_batches_are_trained_with_the_same_loop() -> None:
     model, optimizer, _, loader, _ = booster.boost(model, sgd(model), loss_of, loader)
     for batch in loader:
         booster.execute_pipeline(iter([batch]), model, by_labels, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     train_alone(alone, sgd(alone), zip(images.split(7), labels.split(7), strict=True))
-    for key, value in alone.state_dict().items():
-        torch.testing.assert_close(model.unwrap().state_dict()[key], value, rtol=1e-4, atol=1e-6, msg=key)
-
-
-test_batches_are_divided_and_train_as_an_accumulating_loop = checks.test()
+    torch.testing.assert_close(model.unwrap().state_dict(), alone.state_dict(), rtol=1e-4, atol=1e-6)

@@ -1,8 +1,6 @@
 """With ``plan="auto"`` the plugin plans from a cluster and a profile when it is made. All ranks get the same plan, and
 a stage whose times differ from it is reported at the end of an epoch. What does not fit a plan is refused in words."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from torch.utils.data import TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+from transformers import T5Config, T5ForConditionalGeneration
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.common import ranks
@@ -26,19 +24,17 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfi
 from colossal_hetero.plugin.hybrid import plan_agreement
 from colossal_hetero.plugin.hybrid.live_plan import follows
 from tests.support import training
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.layer_profiles import layer_times
 from tests.support.planned_runs import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_alone, train_planned
-from tests.support.planning import boosted, make_plan, planned
+from tests.support.planning import make_plan, planned
 from tests.support.training import Trained, boost, by_labels, loss_of, pipeline_step, sgd, tiny_vit
 
 BLOCKS, GLOBAL_BATCH = 6, 16
 CPU = DeviceKind("cpu", 10**9, 1e9)
-checks = Checks()
 
 
 def cluster(speeds: tuple[float, ...]) -> Topology:
-    """One node of CPUs with these speeds, relative to full speed."""
     memory = Channel("shared memory", 1e9, 1e-5)
     devices = tuple(Device(CPU, node=0, cluster=0, speed=speed) for speed in speeds)
     node = Node("here", 0, tuple(range(len(speeds))), memory, (Channel("Ethernet", 1e8, 1e-4),))
@@ -76,8 +72,8 @@ def blocks_by_rank(plan: Plan) -> dict[tuple[int, ...], int]:
     return {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
 
 
-@checks.on(2, False)
-@checks.on(2, True)
+@on(2, False)
+@on(2, True)
 def plans_are_made_from_objects_and_from_files(from_files: bool, folder: Path) -> None:
     speeds, given = (1.0, 0.5), {}
     if from_files:
@@ -96,7 +92,7 @@ def plans_are_made_from_objects_and_from_files(from_files: bool, folder: Path) -
     assert of_all_ranks(plugin.plan) == [plugin.plan] * 2
 
 
-@checks.on(2)
+@on(2)
 def settings_are_followed() -> None:
     plan = auto_plan(planning((1.0, 0.5), unequal=False, method="uniform", micro_batch_sizes=(2,)))
     assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
@@ -128,25 +124,6 @@ def settings_are_followed() -> None:
     assert auto_plan(planning((1.0, 0.01))).world_size == 2
 
 
-@checks.on(2)
-def what_cannot_be_planned_is_refused_on_all_ranks() -> None:
-    cases: list[tuple[PlanConfig, dict[str, Any], str]] = [
-        (planning((1.0,) * 3), {}, "the cluster has 3 devices, but 2 ranks were started; start one rank per"),
-        (planning(cluster=None), {}, "cluster=None"),
-        # If rank 0 cannot read a file, all ranks raise the error, and none waits.
-        (planning(cluster="no-such.toml"), {}, r"no-such\.toml"),
-        (
-            planning(layers=profile(20), global_batch_size=1),
-            dict(pp_size=1),
-            "no plan uses all 2 devices; the fastest plan uses 1",
-        ),
-        (planning(layers=profile(0)), dict(tp_size=2), "tensor"),
-    ]
-    for given, options, words in cases:
-        with pytest.raises(ValueError, match=words):
-            planned("auto", planning=given, **options)
-
-
 def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
     def agree(plan: str, planning: PlanConfig, tp_size: int | None) -> Any:
         if planning.micro_batch_sizes == (4,):
@@ -162,13 +139,13 @@ def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
 # Drift --------------------------------------------------------------------------------------------------------------
 
 
-@checks.on(2)
+@on(2)
 def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
-    """The plan expects forward passes of 10 ms in both stages. In the second one they take at least 150 ms."""
+    """The plan expects forward passes of 10 ms in both stages. In the second one they take at least 90 ms."""
     plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES, forward_seconds=[0.01, 0.01])
     model = tiny_vit(depth=plan.blocks)
     for block in model.blocks if dist.get_rank() == 0 else ():
-        block.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+        block.register_forward_pre_hook(lambda *_: time.sleep(0.03))
     plugin = planned(plan, planning=PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile()))
     booster = Booster(plugin=plugin)
 
@@ -191,7 +168,7 @@ def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
         second = plugin.drift
         assert second is not first
         (slow,) = (stage for stage in second.drifted if stage.ranks == (0,))
-        assert slow.stage == 1 and slow.measured.forward_seconds >= 0.15
+        assert slow.stage == 1 and slow.measured.forward_seconds >= 0.09
         assert second.proposal.plan.layers_per_stage[1] < 3 and not plugin.plan_changes
         words = [call.args[0] for call in printed.call_args_list]
         assert bool(words) == (dist.get_rank() == 0)
@@ -203,110 +180,30 @@ def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
 
 
 PLAN = make_plan([[[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+BATCHES = BatchConfig(global_batch_size=8)
 
 
-@checks.on(2)
-def arguments_that_contradict_the_plan_are_refused(folder: Path) -> None:
-    batches = BatchConfig(global_batch_size=8)
-    refusals: list[tuple[str, Any, dict[str, Any]]] = [
-        (r"tp_size=2 contradicts the plan, which has 1; leave it out", PLAN, dict(tp_size=2)),
-        (r"pp_size=1 contradicts the plan, which has 2", PLAN, dict(pp_size=1)),
-        (r"num_microbatches=8 contradicts the plan, which has 4", PLAN, dict(num_microbatches=8)),
-        (r"microbatch_size=1 contradicts the plan, which has 2", PLAN, dict(microbatch_size=1)),
-        (r"_per_stage=\[3, 1\] contradicts the plan, which has \[1, 3\]", PLAN, dict(num_layers_per_stage=(3, 1))),
-        (r"pp_style='interleaved' contradicts the plan, which has '1f1b'", PLAN, dict(pp_style="interleaved")),
-        (r"pp_size=2\): a plan gives each pipeline the micro-batches", PLAN, dict(batches=batches)),
-        (r"the plan is for 4 ranks, but 2 were started; start 4", make_plan([[[0, 1], [2, 3]]], (1, 3)), {}),
-        (r"uses 1 device and leaves others idle \(rank 1\).*start 1 on ", make_plan([[[0]]], (4,)), {}),
-        (r"1 micro-batch for 2 stages.*1F1B schedule needs", make_plan([[[0], [1]]], (1, 3), 2, 1), {}),
-        (r"no-such-plan\.json", folder / "no-such-plan.json", {}),
-        (r'plan="auto" needs planning=PlanConfig\(cluster=…, profile=…, global_batch_size=…\)', "auto", {}),
-        (
-            "global_batch_size=8 in batches contradicts the plan, which has 16",
-            make_plan([[[0]], [[1]]], (4,)),
-            dict(batches=batches),
-        ),
-    ]
-    for message, refused, options in refusals:
-        with pytest.raises(ValueError, match=message):
-            planned(refused, **options)
-    with pytest.raises(TypeError, match=r'plan=7 is neither a Plan, nor the path of a plan file, nor "auto"'):
-        planned(7)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="planning='auto' is not a PlanConfig"):
-        planned(PLAN, planning="auto")
-    with pytest.raises(ValueError, match="adapters are saved by rank 0, which must be in the first stage"):
-        planned(PLAN).enable_lora(tiny_vit(depth=4))
-    with pytest.raises(ValueError, match="ranks 1 were given other plans than rank 0"):
-        planned(PLAN if dist.get_rank() == 0 else make_plan([[[1], [0]]], (2, 2)))
-
-
-def bert(layers: int) -> torch.nn.Module:
-    sizes = dict(hidden_size=24, num_attention_heads=4, intermediate_size=36, vocab_size=64)
-    return BertForSequenceClassification(BertConfig(num_hidden_layers=layers, **sizes))
-
-
-@checks.on(2)
-def models_and_batches_that_do_not_fit_are_refused(folder: Path) -> None:
-    other = r"divides 4 blocks of tiny ViT into \[1, 3\], but the model has 6 blocks; plan with a profile of this model"
-    for plan, model, words in (
-        (PLAN, tiny_vit(depth=6), other),
-        (PLAN, bert(6), other),
-        (make_plan([[[0, 1]]], (4,)), tiny_vit(depth=6), r"divides 4 blocks.*the model has 6"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            boost(planned(plan), model)
-    # The global batch must be as large as planned. This is checked before training and in each iteration.
+@on(2)
+def a_file_that_only_rank_0_has_is_enough(folder: Path) -> None:
     if dist.get_rank() == 0:
         save_plan(PLAN, folder / "plan.json")
     path = folder / ("plan.json" if dist.get_rank() == 0 else "only rank 0 has it")
-    plugin = planned(path, tp_size=1, pp_size=2)
-    assert plugin.plan == PLAN
-    model = tiny_vit(depth=4)
-    loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(32)), 6)
-    too_small = r"a batch of 6 samples does not fit the plan: .* takes 4 micro-batches of 2; use batch_size=8"
-    with pytest.raises(ValueError, match=too_small):
-        Booster(plugin=plugin).boost(model, sgd(model), loss_of, loader)
-    with pytest.raises(ValueError, match=too_small):
-        pipeline_step(boosted(PLAN), iter([images_and_labels(0, 6)]))
-
-
-@checks.on(2)
-def impossible_numbers_of_layers_are_refused() -> None:
-    many = dict(num_microbatches=4)
-    chunked = dict(precision="fp32", num_model_chunks=2, num_layers_per_stage=[1, 3], **many)
-    for style, nodes in (("interleaved", None), ("zbv", [])):
-        with pytest.raises(ValueError, match=rf"\[1, 3\] has 2 numbers for 2 stages × 2 chunks; give 4, .*{style}"):
-            HeteroHybridParallelPlugin(1, 2, pp_style=style, scheduler_nodes=nodes, **chunked)
-    with pytest.raises(ValueError, match=r"\[1, 2, 3\] has 3 numbers for 2 stages; give 2"):
-        HeteroHybridParallelPlugin(1, 2, num_layers_per_stage=[1, 2, 3], **many)
-    for layers in ([0, 5], [-1, 6], [1.5, 2.5]):
-        with pytest.raises(ValueError, match=r"num_layers_per_stage=.* is not possible"):
-            HeteroHybridParallelPlugin(1, 2, num_layers_per_stage=layers, **many)
-    plugin = HeteroHybridParallelPlugin(1, 2, precision="fp32", num_layers_per_stage=[1, 3], **many)
-    for model in (tiny_vit(depth=6), bert(6)):
-        with pytest.raises(ValueError, match=r"num_layers_per_stage=\[1, 3\] adds up to 4; the model has 6 layers"):
-            boost(plugin, model)
-    with pytest.raises(TypeError, match="multiple values for argument 'sp_size'"):
-        HeteroHybridParallelPlugin(1, 2, None, sp_size=1)
+    assert planned(path, tp_size=1, pp_size=2).plan == PLAN
 
 
 def t5() -> T5ForConditionalGeneration:
-    """A T5 with 4 blocks in its encoder, as many as the plan divides, and 3 in its decoder."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, d_model=24, d_kv=6, d_ff=36, num_heads=4, num_layers=4, num_decoder_layers=3)
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
 
 
-@checks.on(2)
-def an_encoder_with_a_decoder_is_refused() -> None:
-    """A T5 cannot be divided as planned; Colossal-AI divides it as the refusal says."""
-    options = dict(pp_size=2, num_microbatches=MICRO_BATCHES, precision="fp32")
-    for refusing in (planned(PLAN), HeteroHybridParallelPlugin(tp_size=1, num_layers_per_stage=[4, 3], **options)):
-        with pytest.raises(ValueError, match=r"T5 .*; leave out plan and num_layers_per_stage, and give pp_size=2"):
-            boost(refusing, t5())
+@on(2)
+def an_encoder_with_a_decoder_is_divided_by_colossalai() -> None:
+    """As the refusal of a plan for it says."""
     ids = torch.randint(1, 64, (MICRO_BATCH * MICRO_BATCHES, 6), generator=torch.Generator().manual_seed(1))
     batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
-    run = boost(HeteroHybridParallelPlugin(tp_size=1, **options), t5(), sgd)
+    plugin = HeteroHybridParallelPlugin(1, 2, num_microbatches=MICRO_BATCHES, precision="fp32")
+    run = boost(plugin, t5(), sgd)
     losses = [pipeline_step(run, iter([batch]), lambda output, _: output.loss) for _ in range(2)]
     alone = t5()
     expected = training.train_alone(alone, sgd(alone), [batch] * 2, lambda model, inputs: model(**inputs).loss)
@@ -314,6 +211,7 @@ def an_encoder_with_a_decoder_is_refused() -> None:
 
 
 GIVEN = dict(cluster="cluster.toml", profile="profile.json", global_batch_size=8)
+FOLLOWING = GIVEN | {"follow_speed": True}
 
 
 @pytest.mark.parametrize(
@@ -322,22 +220,16 @@ GIVEN = dict(cluster="cluster.toml", profile="profile.json", global_batch_size=8
         ("auto", GIVEN, None, False, True),
         ("auto", GIVEN | {"follow_speed": False}, None, False, False),
         ("plan.json", GIVEN, None, False, False),
-        ("plan.json", GIVEN | {"follow_speed": True}, None, False, True),
-        ("auto", GIVEN, BatchConfig(global_batch_size=8), False, False),
+        ("plan.json", FOLLOWING, None, False, True),
+        ("auto", GIVEN, BATCHES, False, False),
         ("auto", GIVEN, None, True, False),
         (None, {}, None, False, False),
         (None, {"follow_speed": True}, None, False, "there is no plan"),
         ("plan.json", {"follow_speed": True}, None, False, "new plans are made from planning=PlanConfig"),
-        (
-            "auto",
-            GIVEN | {"follow_speed": True},
-            BatchConfig(global_batch_size=8),
-            False,
-            "leave follow_speed or batches",
-        ),
-        ("auto", GIVEN | {"follow_speed": True}, None, True, "leave follow_speed or elastic out"),
+        ("auto", FOLLOWING, BATCHES, False, "leave follow_speed or batches"),
+        ("auto", FOLLOWING, None, True, "leave follow_speed or elastic out"),
         ("auto", GIVEN | {"drift_threshold": math.inf}, None, False, False),
-        ("auto", GIVEN | {"drift_threshold": math.inf, "follow_speed": True}, None, False, "stages are not timed"),
+        ("auto", FOLLOWING | {"drift_threshold": math.inf}, None, False, "stages are not timed"),
     ],
 )
 def test_which_plans_follow_speeds(plan: Any, planning: Any, batches: Any, is_elastic: bool, expected: Any) -> None:
@@ -347,25 +239,3 @@ def test_which_plans_follow_speeds(plan: Any, planning: Any, batches: Any, is_el
         return
     with pytest.raises(ValueError, match=f"follow_speed=True is not possible: .*{expected}"):
         follows(PlanConfig(**planning), arguments, is_elastic)
-
-
-@pytest.mark.parametrize(
-    "field, value, message",
-    [
-        ("drift_threshold", 0.0, "drift_threshold=0.0 must be a positive share"),
-        ("drift_threshold", float("nan"), "must be a positive share"),
-        ("follow_speed", "dry", "follow_speed='dry' must be True, False or None"),
-        ("global_batch_size", 0, "global_batch_size=0 must be a whole number"),
-        ("micro_batch_sizes", (), "micro_batch_sizes is empty"),
-        ("micro_batch_sizes", (2, 1.5), "micro_batch_sizes=1.5 must be"),
-        *(("zero_stages", stages, r"cannot be planned; use \(0,\), \(1,\) or \(0, 1\)") for stages in (1, (), (0, 2))),
-    ],
-)
-def test_a_plan_config_refuses_wrong_values(field: str, value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PlanConfig(**{field: value})
-    with pytest.raises(TypeError, match="cluster=7 is neither a file's path nor a Topology"):
-        PlanConfig(cluster=7)  # type: ignore[arg-type]
-
-
-test_plan_auto = checks.test()

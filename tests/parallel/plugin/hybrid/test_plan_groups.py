@@ -1,7 +1,5 @@
 """The groups of ranks, and so those of a planned run, communicate over the network that their members share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +10,18 @@ import torch.distributed as dist
 
 from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.group_networks import Adapter, Network
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid import planned_mesh as groups
 from colossal_hetero.plugin.hybrid.planned_mesh import make_group, ordered_group
-from tests.support.checks import Checks
+from tests.support.checks import on
+from tests.support.machines import of_nodes
 from tests.support.planned_runs import train_alone, train_planned
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import boost, sgd, tiny_vit
 
-checks = Checks()
 
-
-@checks.on(1)
+@on(1)
 def if_an_interface_does_not_exist_the_error_names_it() -> None:
     with pytest.raises(RuntimeError, match="nowhere9"):
         make_group([0], Network("gloo", "Ethernet"), adapters={"Ethernet": Adapter(interface="nowhere9")})
@@ -49,18 +46,12 @@ def test_options_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pg_options" not in seen[2][2] and os.environ["NCCL_NET"] == "other"
 
 
-PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3))
-"""A plan in which each replica is in one node."""
+PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3))  # A plan in which each replica is in one node
 
 
 def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "cpu", size: int = 2) -> Topology:
-    """Two nodes of ``size`` devices each, with NICs of these kinds."""
-    kind = DeviceKind(device, 10**9, 1e9)
-    nodes = tuple(
-        Node(f"node {number}", 0, tuple(range(size * number, size * (number + 1))), Channel("PCIe", 1e10), (nic,))
-        for number, nic in enumerate(Channel(name, 1e8) for name in kinds)
-    )
-    return Topology(tuple(Device(kind, node=rank // size, cluster=0) for rank in range(2 * size)), nodes, ("here",))
+    inside, devices = Channel("PCIe", 1e10), [DeviceKind(device, 10**9, 1e9)] * size
+    return of_nodes((devices, inside, (Channel(nic, 1e8),)) for nic in kinds)
 
 
 def check_interfaces(
@@ -83,7 +74,7 @@ def check_interfaces(
         assert train_planned(run) == pytest.approx(train_alone(plan.blocks, plan.global_batch)[0], rel=1e-5)
 
 
-@checks.on(4)
+@on(4)
 def groups_communicate_over_the_network_between_their_members() -> None:
     # The replica of rank 0 comes first.
     inside: dict[tuple[int, ...], str | None] = {(3, 2): None, (1, 0): None}
@@ -99,12 +90,8 @@ def groups_communicate_over_the_network_between_their_members() -> None:
         planned(make_plan([[[0], [1]], [[2], [5]]], (1, 3)), planning=PlanConfig(cluster=two_nodes()))
 
 
-@checks.on(3)
+@on(3)
 def layers_of_unequal_replicas_are_summed_over_the_networks_of_the_plan() -> None:
-    """Rank 0 is in a node of its own."""
     plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
     # The pipeline inside a node, the first block, the other blocks.
     check_interfaces(plan, two_nodes(), {(1, 2): None, (0, 1): "lo", (0, 2): "lo"})
-
-
-test_on_ranks = checks.test()

@@ -1,8 +1,6 @@
 """Training with a plan, with any split and any order of ranks, in stage 0 or ZeRO, equals training in one process,
 also if stages train nothing or have no parameter of some group of the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +21,12 @@ from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS
 from tests.support import training
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.planned_runs import ITERATIONS, MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
 from tests.support.planning import boosted, make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, assert_same_parameters, boost, tiny_vit
 
-checks = Checks()
 MAX_NORM = 0.5
 CROSSED = [[[1], [2]], [[3], [0]]]
 """Two replicas. In one data-parallel group the first replica has the lower rank, in the other group the higher one."""
@@ -38,10 +35,8 @@ CROSSED = [[[1], [2]], [[3], [0]]]
 class Case(NamedTuple):
     plan: Plan
     options: dict[str, Any] | None = None
-    trained: str = ""
-    """What is trained, with clipped gradients; all, without clipping."""
-    loop_clips: bool = False
-    """The loop clips, and not the step."""
+    trained: str = ""  # what is trained, with clipped gradients; all, without clipping
+    loop_clips: bool = False  # the loop clips, and not the step
 
 
 def of(rank_order: list[Any], *splits: tuple[int, ...], **options: Any) -> Iterator[Case]:
@@ -109,9 +104,9 @@ def make(case: Case) -> tuple[nn.Module, Optimizer]:
     return model, torch.optim.SGD(rates, momentum=0.9)
 
 
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
+@on(2)
+@on(3)
+@on(4)
 def training_equals_that_of_one_process() -> None:
     for case in CASES[dist.get_world_size()]:
         plan, has_zero, is_half = case.plan, case.plan.zero_stage == 1, case.plan.precision == "bf16"
@@ -138,14 +133,10 @@ def training_equals_that_of_one_process() -> None:
 
 
 def check_weights(run: Trained, alone: nn.Module, **tolerance: float) -> None:
-    """Assert that this stage has the blocks of the plan, with the weights of the reference."""
     held = {name: value for name, value in run.model.unwrap().state_dict().items() if value is not None}
     (stage,) = [stage for each in run.plugin.plan.replicas for stage in each.stages if dist.get_rank() in stage.ranks]
     assert {int(name.split(".")[1]) for name in held if name.startswith("blocks.")} == set(range(*stage.blocks))
-    for name, value in held.items():
-        torch.testing.assert_close(
-            value, alone.state_dict()[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(held, {name: alone.state_dict()[name] for name in held}, **tolerance)
 
 
 def check_shards(run: Trained, replicas: int) -> None:
@@ -156,7 +147,7 @@ def check_shards(run: Trained, replicas: int) -> None:
     assert sum(each.numel() for each in kept) == pytest.approx(sum(own.values()) * 3 / replicas, rel=0.01)
 
 
-@checks.on(4)
+@on(4)
 def stages_of_a_replica_load_the_same_samples() -> None:
     plugin = planned(make_plan(CROSSED, (1, 3), MICRO_BATCH, MICRO_BATCHES))
     assert hybrid_parallel_plugin.ProcessGroupMesh is ProcessGroupMesh, "Colossal-AI's mesh class is still replaced"
@@ -185,8 +176,8 @@ def test_rank_0_is_in_the_first_replica_and_first_in_its_tensor_parallel_group(r
         assert as_launched(make_plan(rank_order, (1, 3))).rank_order == expected
 
 
-@checks.on(4, False, {})
-@checks.on(4, True, dict(precision="bf16", zero_stage=1))
+@on(4, False, {})
+@on(4, True, dict(precision="bf16", zero_stage=1))
 def checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], folder: Path) -> None:
     run = boosted(make_plan(CROSSED, (1, 3)), **options)
     train_planned(run, 2)
@@ -207,6 +198,3 @@ def checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], folde
     assert train_planned(elsewhere, 3, first=2) == pytest.approx(losses, rel=1e-5)
     # The checkpoint is complete, and a model outside of any plugin can load it.
     tiny_vit(depth=4).load_state_dict(torch.load(folder / "model.pt", weights_only=True))
-
-
-test_on_ranks = checks.test()

@@ -1,15 +1,14 @@
 """A plan with stages that recompute trains as the same plan without, bit for bit, and these stages keep less."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 
@@ -17,36 +16,26 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal import test_unequal_replicas as unequal
 from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of, samples
-from tests.support.checks import Checks
+from tests.support.checks import if_thorough, on
 from tests.support.counted_memory import CountedMemory
 from tests.support.model_families import allow_cpu
 from tests.support.planned_runs import train_planned
 from tests.support.planning import make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.sharding import randomize
 from tests.support.training import assert_same_parameters, boost, pipeline_step, scripted, sgd, tiny_vit
 
-checks = Checks()
 DROPOUT = 0.2
-
-
-def gpt2_with_dropout() -> nn.Module:
-    sizes = dict(vocab_size=101, n_positions=16, n_embd=24, n_layer=4, n_head=4)
-    drops = dict(resid_pdrop=DROPOUT, embd_pdrop=DROPOUT, attn_pdrop=DROPOUT, attn_implementation="eager")
-    return randomize(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops)))
-
-
-def llama_with_cache() -> nn.Module:
-    model = unequal.llama()
-    model.config.use_cache = True
-    return model
 
 
 def vit_with_dropout() -> nn.Module:
     return tiny_vit(depth=4, proj_drop_rate=DROPOUT, attn_drop_rate=DROPOUT, drop_path_rate=DROPOUT)
 
 
-MODELS = unequal.MODELS | {each.__name__: each for each in (gpt2_with_dropout, llama_with_cache, vit_with_dropout)}
+MODELS = unequal.MODELS | dict(
+    gpt2_with_dropout=partial(unequal.gpt2, dropout=DROPOUT),
+    llama_with_cache=partial(unequal.llama, use_cache=True),
+    vit_with_dropout=vit_with_dropout,
+)
 
 
 def recomputing(plan: Plan, stages: Collection[tuple[int, int]]) -> Plan:
@@ -81,7 +70,7 @@ def train(plan: Plan, name: str, switched_on: bool = False) -> tuple[list[float 
     run.model.register_forward_hook(keep)
     for step in range(2):
         batch = samples("vit" if "vit" in name else name, step, plan.micro_batch * micro_batches, dtype)
-        with memory:
+        with nullcontext() if kept else memory:
             losses.append(pipeline_step(run, iter([batch]), loss_of))
     return losses, run.parameters, kept[0]
 
@@ -94,7 +83,6 @@ PLANS: dict[str, Plan] = unequal.PLANS | {
     "tp2": make_plan([[[0, 1]]], [4], 2, 2),
     "tp2 pp2": make_plan([[[0, 1], [2, 3]]], [1, 3], 2, 3),
 }
-
 
 CASES: list[tuple[str, list[tuple[int, int]], str]] = [
     ("pp2", [(0, 0)], "llama_with_cache"),
@@ -111,10 +99,10 @@ if IS_THOROUGH:
     CASES += [("2+1", [(0, 1)], "vit_with_dropout")]
 
 
-@checks.if_thorough(1)
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
+@if_thorough(1)
+@on(2)
+@on(3)
+@on(4)
 def stages_recompute() -> None:
     for plan, stages, name in CASES:
         if PLANS[plan].world_size != dist.get_world_size():
@@ -128,7 +116,7 @@ def stages_recompute() -> None:
             assert found[2] == usual[2], (plan, name)
 
 
-@checks.on(1)
+@on(1)
 def what_the_script_switched_on_is_not_done_twice() -> None:
     plan = recomputing(PLANS["pp1"], [(0, 0)])
     for name in ("gpt2", "vit"):
@@ -147,38 +135,7 @@ def train_balanced(plan: Plan) -> list[float]:
     return losses
 
 
-@checks.on(4)
+@on(4)
 def a_stage_that_recomputes_migrates_work_of_a_slow_rank() -> None:
     plan = PLANS["tp2 pp2"]
     assert train_balanced(recomputing(plan, [(0, 1)])) == pytest.approx(train_balanced(plan), rel=1e-6)
-
-
-class Plain(nn.Module):
-    """A model that does not say whether its blocks can run twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-
-
-class WithoutBlocks(nn.Linear):
-    """A model that has no blocks, which may run twice."""
-
-    supports_gradient_checkpointing = True
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-
-
-@checks.on(2)
-def models_whose_blocks_cannot_run_twice_are_refused_on_all_ranks() -> None:
-    for model, words in (
-        (Plain(), "Plain does not say that its blocks can run twice"),
-        (WithoutBlocks(), "their blocks were not found: WithoutBlocks has no ModuleList"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            boost(planned(recomputing(PLANS["pp2"], [(0, 0)])), model, sgd)
-        dist.barrier()  # before groups are destroyed
-
-
-test_on_ranks = checks.test()

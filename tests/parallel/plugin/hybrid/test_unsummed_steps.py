@@ -1,7 +1,5 @@
 """Steps whose gradients are not the sums over ranks are refused; other loops equal one process with all samples."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,14 +9,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.language_models import gpt2, tokens
-from tests.support.training import CLASSES, Trained, assert_same_parameters, batch, boost, loss_of, ours, sgd, tiny_vit
+from tests.support.training import (
+    CLASSES,
+    Trained,
+    assert_same_parameters,
+    batch,
+    boost,
+    loss_of,
+    make_step,
+    ours,
+    sgd,
+    tiny_vit,
+)
 
 UNSUMMED = r"inside no_sync\(\), so the ranks have different gradients"
 SAMPLES = 4  # of a batch of one replica
 STAGES = dict(pp_size=2, microbatch_size=2)
-checks = Checks()
 
 
 def criterion(outputs: Any, inputs: Any) -> Tensor:
@@ -46,12 +54,10 @@ def execute_both(run: Trained) -> None:
 
 
 def finish(run: Trained) -> None:
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    make_step(run.optimizer)
 
 
 def check_refused(run: Trained, words: str = UNSUMMED) -> None:
-    """The step is refused and changes nothing, and ``zero_grad`` lets training go on."""
     before = run.parameters
     with pytest.raises(RuntimeError, match=words):
         run.optimizer.step()
@@ -66,8 +72,7 @@ def check_as_alone(run: Trained, steps: list[list[int]], tolerance: float) -> No
         for number in numbers:
             images, labels = map(torch.cat, zip(*(batch(number, each, SAMPLES) for each in range(2)), strict=True))
             loss_of(model(images), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     for name, value in run.parameters.items():
         expected = model.get_parameter(name)
         torch.testing.assert_close(value.float(), expected, rtol=1e-4, atol=tolerance, msg=name)
@@ -97,7 +102,7 @@ def check_as_language_model_alone(run: Trained) -> nn.Module:
     return model
 
 
-@checks.on(4)
+@on(4)
 def check_pipelines() -> None:
     for options, tolerance in ((dict(zero_stage=0), 1e-6), (dict(zero_stage=1, precision="bf16"), 0.02)):
         run = boost(ours(tp_size=1, **STAGES, **options), tiny_vit(), sgd)
@@ -109,7 +114,7 @@ def check_pipelines() -> None:
         check_as_alone(run, [[1, 2]], tolerance)
 
 
-@checks.on(2)
+@on(2)
 def check_tied_stages() -> None:
     run = boost(ours(tp_size=1, custom_policy=None, **STAGES), gpt2(), sgd)
     execute(run, text(0), synced=False)
@@ -122,7 +127,7 @@ def check_tied_stages() -> None:
     assert result["loss"] is None or result["loss"].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@checks.on(2)
+@on(2)
 def check_two_optimizers() -> None:
     run = boost(ours(tp_size=1), tiny_vit(), lambda model: torch.optim.SGD(model.blocks.parameters(), lr=0.1))
     head = torch.optim.SGD(run.model.unwrap().head.parameters(), lr=0.1)
@@ -167,7 +172,7 @@ def forward_outside_no_sync(run: Trained) -> None:
     run.optimizer.backward(losses[0])
 
 
-@checks.on(2)
+@on(2)
 def check_loops() -> None:
     for options, tolerance in (
         ({}, 1e-6),
@@ -182,16 +187,15 @@ def check_loops() -> None:
             check_as_alone(run, [[0, 1]] * 2, tolerance)
 
 
-@checks.on(2)
+@on(2)
 def check_static_graph() -> None:
     run = boost(ours(tp_size=1, static_graph=True), tiny_vit(), sgd)
     with pytest.raises(RuntimeError, match="with static_graph=True, DDP sums gradients only if there is one backward"):
         two_forward_passes(run)
 
 
-@checks.on(2)
+@on(2)
 def check_unused() -> None:
-    """Each rank does not use some parameters."""
     model: Any = tiny_vit()
     model.last = nn.ModuleList([nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)])
     model.register_forward_hook(lambda model, _, logits: model.last[dist.get_rank()](logits))
@@ -213,7 +217,7 @@ def language_pass(run: Trained, number: int, synced: bool = True) -> None:
             run.booster.backward(run.model(**inputs)["loss"] / 2, run.optimizer)
 
 
-@checks.on(2)
+@on(2)
 def check_sequence_parallelism() -> None:
     if IS_NEWER_THAN_COLOSSALAI:
         return  # where it is refused
@@ -235,7 +239,7 @@ def check_sequence_parallelism() -> None:
         finish(run)
 
 
-@checks.on(2)
+@on(2)
 def check_tied_twice() -> None:
     run = boost(ours(tp_size=1, **STAGES), gpt2(), sgd)
     execute(run, text(0))
@@ -246,9 +250,9 @@ def check_tied_twice() -> None:
     check_as_language_model_alone(run)
 
 
-@checks.on(2, dict(zero_stage=1))
-@checks.on(2, dict(zero_stage=2, overlap_allgather=True))
-@checks.on(4, dict(zero_stage=1, **STAGES))
+@on(2, dict(zero_stage=1))
+@on(2, dict(zero_stage=2, overlap_allgather=True))
+@on(4, dict(zero_stage=1, **STAGES))
 def check_shards(options: dict[str, Any]) -> None:
     def some_pass(number: int) -> None:
         if run.plugin.pp_size > 1:
@@ -280,6 +284,3 @@ def check_shards(options: dict[str, Any]) -> None:
     run.model.zero_grad()
     with pytest.raises(RuntimeError, match=r"which only optimizer\.zero_grad\(\) removes"):
         some_pass(4)
-
-
-test_steps_on_gradients_that_are_not_summed_are_refused = checks.test()

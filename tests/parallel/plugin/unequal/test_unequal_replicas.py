@@ -1,7 +1,5 @@
 """Replicas of unequal depth, split and batch train like one process on the same global batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -22,26 +20,30 @@ from tests.support.harness import run_ranks
 from tests.support.planned_runs import share
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.sharding import randomize
-from tests.support.training import boost, tiny_vit
+from tests.support.training import boost, make_step, tiny_vit
 
 STEPS, MICRO_BATCH, VOCABULARY = 4, 2, 101
-SIZES = dict(vocab_size=VOCABULARY, hidden_size=24, intermediate_size=36, num_hidden_layers=4, num_attention_heads=4)
 
 
-def gpt2() -> nn.Module:
-    sizes = dict(vocab_size=VOCABULARY, n_positions=16, n_embd=24, n_layer=4, n_head=4)
-    drops = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager", use_cache=False)
+def gpt2(layers: int = 4, dropout: float = 0.0) -> nn.Module:
+    sizes = dict(vocab_size=VOCABULARY, n_positions=16, n_embd=24, n_layer=layers, n_head=4, use_cache=False)
+    drops = dict(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, attn_implementation="eager")
     return randomize(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops)))
 
 
-def llama() -> nn.Module:
-    heads = dict(num_key_value_heads=2, attn_implementation="eager", use_cache=False)
-    return randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **heads)))
+def sizes_of(layers: int) -> dict[str, Any]:
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=24, intermediate_size=36, num_attention_heads=4)
+    return dict(num_hidden_layers=layers, attn_implementation="eager", **sizes)
+
+
+def llama(layers: int = 4, use_cache: bool = False) -> nn.Module:
+    heads = dict(num_key_value_heads=2, use_cache=use_cache)
+    return randomize(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes_of(layers), **heads)))
 
 
 def bert() -> nn.Module:
-    drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager")
-    return randomize(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **drops)))
+    drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return randomize(transformers.BertForMaskedLM(transformers.BertConfig(**sizes_of(4), **drops)))
 
 
 def vit() -> nn.Module:
@@ -49,7 +51,6 @@ def vit() -> nn.Module:
 
 
 def shared() -> nn.Module:
-    """A ViT whose blocks are one module, each time in a reentrant checkpoint."""
     model = tiny_vit(depth=4)
     block = model.blocks[0]
     block.forward = partial(checkpoint, block.forward, use_reentrant=True)
@@ -107,8 +108,7 @@ def train_alone(case: Case, size: int, max_norm: float) -> tuple[list[float], li
         loss.backward()
         if max_norm:
             norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), max_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
         losses.append(loss.item())
     return losses, norms, {name: each.detach() for name, each in module.named_parameters(remove_duplicate=False)}
 

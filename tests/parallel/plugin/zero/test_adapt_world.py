@@ -1,7 +1,5 @@
 """ADAPT's device dropping and ring order in training, against one process on the same global batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch.distributed as dist
 from colossalai.cluster import DistCoordinator
 from torch import Tensor, nn
 
-from colossal_hetero import BatchConfig
 from colossal_hetero.planner.batches.batch_profile import save_profile
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.profiling.rank_profiler import describe
@@ -75,9 +72,3 @@ def test_training_without_devices_that_slow_down_the_others(
         torch.testing.assert_close(logits, alone(Numbered().inputs), rtol=1e-5, atol=1e-6)
         all_seen.update(seen)
     assert all_seen == set(range(len(Numbered())))
-
-
-@pytest.mark.parametrize("others", [{"profile": "p.json"}, {"method": "adapt"}])
-def test_a_cluster_that_has_no_effect_is_refused(others: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"cluster='c.toml' has an effect only with method='adapt'"):
-        BatchConfig(global_batch_size=8, cluster="c.toml", **others)

@@ -1,8 +1,6 @@
 """Each micro-batch gets the weight of its samples or tokens, also if batches are smaller than planned, must have a
 multiple of samples, or are what a loop counts by; as one process trains on the same global batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,14 +14,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset, default_collate
 
 from tests.support import zero_runs
-from tests.support.checks import Checks
+from tests.support.checks import if_thorough, on
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import make_step
 from tests.support.zero_runs import Boosted, assert_trained, boosted, fit, flat, global_batches, unmeasured
 
-checks = Checks()
 SAMPLES, GLOBAL_BATCH = 32, 8
-BROKEN = {0, 3, 9, 12, 16, 28}
-"""Samples that cannot be read; each micro-batch of the divisions has others."""
+BROKEN = {0, 3, 9, 12, 16, 28}  # samples that cannot be read; each micro-batch of the divisions has others
 DIVISIONS = {2: [[[5], [3]], [[3, 2], [2, 1]]], 3: [[[2], [4], [2]], [[2, 1], [2, 1], [1, 1]]]}
 EMPTY = [[6, 0], [0, 2]]
 
@@ -39,13 +36,6 @@ class Images(Dataset):
         if index in self._broken:
             return None
         return torch.randn(6, generator=torch.Generator().manual_seed(index)), index % 3
-
-
-class Sequences(Images):
-    """Sequences of unlike lengths, ``[length, 6]``, each with a label."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.randn(1 + index % 4, 6, generator=torch.Generator().manual_seed(index)), index % 3
 
 
 def readable(samples: list[Any]) -> Any:
@@ -80,37 +70,36 @@ def divisions() -> list[list[list[int]]]:
     return DIVISIONS[torch.distributed.get_world_size()]
 
 
-@checks.on(2, (0, 1, 2, 3))
-@checks.if_thorough(3, (0, 1))
+@on(2, (0, 1, 2, 3))
+@if_thorough(3, (0, 1))
 def samples_that_collate_fn_leaves_out_count_nothing(stages: tuple[int, ...]) -> None:
     cases = [(stage, division) for stage in stages for division in divisions()]
     found = [boost(stage, Images(*BROKEN), division, readable).fit() for stage, division in cases]
     assert_trained([found], cases, train_alone(collated(Images(*BROKEN), readable)))
 
 
-@checks.on(2)
+@on(2)
 def one_batch_can_be_trained_on_again() -> None:
     run = boost(0, Images(*BROKEN), [[5], [3]], readable, accumulation="per_rank")
     found = fit(run.model, run.optimizer, [next(iter(run.loader))] * 3)
     assert_trained([[found]], ["one batch"], train_alone(collated(Images(*BROKEN), readable)[:1] * 3))
 
 
-@checks.on(2)
+@on(2)
 def samples_that_the_loop_leaves_out_are_refused() -> None:
     for stage in (0, 1):
         _, _, model, optimizer, _, loader, _ = boost(stage, Images(), [[5], [3]])
         inputs, targets = next(iter(loader))
         for part in (slice(0, 1), slice(1, None)):  # in parts, but all of them
             optimizer.backward(cross_entropy(model(inputs[part]), targets[part]) * len(inputs[part]) / len(inputs))
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
         inputs, targets = next(iter(loader))
         optimizer.backward(cross_entropy(model(inputs[1:] * 2), targets[1:]))
         with pytest.raises(RuntimeError, match=r"the model was given \d+% of the samples of micro-batch 0"):
             optimizer.step()
 
 
-@checks.on(2)
+@on(2)
 def mixup_gets_even_batches() -> None:
     mixup = Mixup(mixup_alpha=0.8, num_classes=3)
 
@@ -141,7 +130,7 @@ def train_with_average(batches: Any, model: nn.Module, optimizer: Any, kind: str
     return torch.cat([value.detach().flatten() for value in average.module.parameters()])
 
 
-@checks.on(2)
+@on(2)
 def schedules_and_averages_of_weights_count_steps() -> None:
     batches = collated(Images(), default_collate)
     for kind in ("torch", "timm"):
@@ -213,12 +202,11 @@ def train(batches: Any, model: Any, optimizer: Any, every: int, backward: Any, m
         mean = mean_of(loss)
         means += [] if mean is None else [mean]
         if mean is not None and len(means) % every == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer)
     return flat(model), means
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def tokens_are_counted_at_each_stage() -> None:
     cases: list[Any] = [
@@ -242,7 +230,7 @@ def tokens_are_counted_at_each_stage() -> None:
         assert means == pytest.approx(wanted, rel=1e-4), case
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def losses_whose_weights_cannot_be_found_are_refused() -> None:
     for name in MODELS:
@@ -253,6 +241,3 @@ def losses_whose_weights_cannot_be_found_are_refused() -> None:
     words = "has labels of -100, which the samples that were compared before training did not have"
     with pytest.raises(RuntimeError, match=words):
         next(iterator)
-
-
-test_on_ranks = checks.test()

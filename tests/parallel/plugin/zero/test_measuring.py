@@ -1,7 +1,5 @@
 """Before training: what measuring does to models, losses and files, and which ZeRO stage and batches follow from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +15,18 @@ from torch.nn.functional import cross_entropy
 
 from colossal_hetero.data_parallel import attach
 from tests.support import zero_runs
-from tests.support.checks import Checks
+from tests.support.checks import on
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import make_step
 from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, fit, flat, make_model, unmeasured
 
-checks = Checks()
 ZERO = (0, 1, 2, 3)
 PLUGINS = (*ZERO, "hybrid")
-KINDS = (1, 3, "hybrid")
-"""Those that differ in how losses are checked and files are kept."""
+KINDS = (1, 3, "hybrid")  # those that differ in how losses are checked and files are kept
 DROP_LAST = dict(drop_last=True)
 
 
-@checks.on(2)
+@on(2)
 def models_in_evaluation_mode_can_be_boosted() -> None:
     """``from_pretrained`` of transformers returns models in evaluation mode."""
     alone, trained = make_model(), []
@@ -48,7 +45,7 @@ def models_in_evaluation_mode_can_be_boosted() -> None:
     assert_trained([trained], PLUGINS, expected)
 
 
-@checks.on(2)
+@on(2)
 def the_check_of_the_loss_does_not_compile() -> None:
     for in_place in (False, True):
         modes: list[bool] = []
@@ -76,9 +73,9 @@ class Normalized(nn.Module):
         return self.second(torch.relu(self.norm(self.first(inputs[:, :7]))))
 
 
-@checks.on(2, [[0], [8]])
-@checks.on(2, [[3, 0], [2, 3]])
-@checks.on(3, [[4], [0], [4]])
+@on(2, [[0], [8]])
+@on(2, [[3, 0], [2, 3]])
+@on(3, [[4], [0], [4]])
 def batch_normalization_of_single_values_trains_with_two_samples_or_more(division: list[list[int]]) -> None:
     # On a CPU the hybrid plugin cannot train models with batch normalization.
     trained, kinds = [], ZERO if IS_THOROUGH or len(division) == 2 else ZERO[1::2]
@@ -99,8 +96,7 @@ def batch_normalization_of_single_values_trains_with_two_samples_or_more(divisio
             inputs, targets = zip(*(data[index] for index in range(done, done + size)), strict=True)
             (cross_entropy(model(torch.stack(inputs)), torch.stack(targets)) * size / 8).backward()
             done += size
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     assert_trained([trained], kinds, flat(model), atol=1e-5)
 
 
@@ -118,7 +114,7 @@ def failing(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
     return criterion(model(batch[0]), batch[1])
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def losses_that_are_no_means_are_refused(folder: Path) -> None:
     factor = float("nan") if dist.get_rank() == 1 else 1.0
@@ -141,7 +137,7 @@ def losses_that_are_no_means_are_refused(folder: Path) -> None:
             boosted(kind, profile=path, training_step=summed)
 
 
-@checks.on(2)
+@on(2)
 def single_samples_are_refused(folder: Path) -> None:
     path = f"{folder}/profile.json"
     with pytest.raises(RuntimeError, match="batch normalization needs more than one value per channel"):
@@ -156,7 +152,6 @@ def single_samples_are_refused(folder: Path) -> None:
 
 
 def change_kinds(path: str, **changes: Any) -> None:
-    """Rank 0 changes what the profile at ``path`` says of each kind: functions of its number, by name."""
     dist.barrier()
     if dist.get_rank() == 0:
         content = json.loads(Path(path).read_text())
@@ -166,7 +161,7 @@ def change_kinds(path: str, **changes: Any) -> None:
     dist.barrier()
 
 
-@checks.on(2)
+@on(2)
 def profiles_are_kept_in_files(folder: Path) -> None:
     measured = Mock(wraps=attach.profile_ranks)
     with patch.object(attach, "profile_ranks", measured):
@@ -216,7 +211,7 @@ def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, to
     return run.plugin.stage, run.fit()
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def auto_chooses_the_first_stage_that_fits_on_all_ranks() -> None:
     # `stage_of` cannot distinguish stages 1 and 2, so either both fail or neither does.
@@ -228,12 +223,9 @@ def auto_chooses_the_first_stage_that_fits_on_all_ranks() -> None:
         assert torch.equal(parameters, train_above(-1, expected, precision)[1]), what
 
 
-@checks.on(2)
+@on(2)
 def a_model_that_does_not_fit_is_reported_on_all_ranks() -> None:
     every = r"rank 1 \(cpu.*not enough memory for one sample at any of the stages 0, 1, 2, 3"
     for highest, stage, words in ((3, "auto", every), (1, 1, r'rank 1 \(cpu.*at stage 1; try stage="auto"')):
         with pytest.raises((RuntimeError, ValueError), match=words):
             train_above(highest, stage, "fp32")
-
-
-test_on_ranks = checks.test()

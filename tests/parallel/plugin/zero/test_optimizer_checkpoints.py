@@ -3,8 +3,6 @@
 The reference is one process that trains on the same global batches without an interruption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
+from tests.support.checks import on
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import Numbered, assert_trained, boosted, fit, flat, global_batches, unmeasured
@@ -128,7 +127,6 @@ def can_load(source: str, target: str) -> bool:
 
 @unmeasured
 def exchange(place: Path) -> dict[str, torch.Tensor]:
-    """Save in each layout in the middle of the second epoch, and finish it from each checkpoint that can be loaded."""
     runs = {layout: Run(layout) for layout in LAYOUTS}
     for layout, run in runs.items():
         run.train(0)
@@ -153,7 +151,6 @@ def exchange(place: Path) -> dict[str, torch.Tensor]:
 
 @unmeasured
 def resume(place: Path) -> dict[str, torch.Tensor]:
-    """As :func:`exchange`, of one checkpoint for each layout that other ranks have saved."""
     found = {}
     for layout in LAYOUTS:
         run = Run(layout)
@@ -173,20 +170,21 @@ def test_training_continues_at_the_same_stage_and_on_more_ranks(tmp_path: Path) 
             assert_trained([list(found.values())], [f"{case}, {ranks} ranks" for case in found], expected, atol=1e-5)
 
 
+@on(2)
 @unmeasured
-def load_others(place: Path) -> None:
-    """A checkpoint of nested wrappers (in fp16 and at stage 0, one is in another one), and what is no checkpoint."""
+def nested_wrappers_are_loaded_and_what_is_no_checkpoint_is_refused(folder: Path) -> None:
+    """In fp16 and at stage 0, a wrapper is in another one."""
     run = Run("stage 0", precision="fp16")
     run.train(0)
     before = [value.clone() for value in (*run.states(), flat(run.model))]
     for sharded in (False, True):
-        run.save(place, sharded)
+        run.save(folder, sharded)
         run.spoil()
-        run.load(place, sharded)
+        run.load(folder, sharded)
         for value, wanted in zip((*run.states(), flat(run.model)), before, strict=True):
             assert torch.equal(value, wanted)
     if dist.get_rank() == 0:
-        torch.save({"first.weight": torch.zeros(2)}, place / "other.pt")
+        torch.save({"first.weight": torch.zeros(2)}, folder / "other.pt")
     dist.barrier()
     for path, words in (
         ("none", "no such file"),
@@ -195,11 +193,7 @@ def load_others(place: Path) -> None:
         ("other.pt", "is not a checkpoint of an optimizer"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            run.booster.load_optimizer(run.optimizer, str(place / path))
+            run.booster.load_optimizer(run.optimizer, str(folder / path))
     unboosted = OptimizerWrapper(torch.optim.SGD(Tower().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="is not one that booster"):
-        run.booster.load_optimizer(unboosted, str(place / "optimizer"))
-
-
-def test_nested_wrappers_are_loaded_and_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    run_ranks(2, load_others, tmp_path)
+        run.booster.load_optimizer(unboosted, str(folder / "optimizer"))

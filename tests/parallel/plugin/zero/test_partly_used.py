@@ -1,7 +1,5 @@
 """Models of which a rank uses only a part of the parameters train as one process does on the same global batches."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.support.checks import Checks
+from tests.support.checks import if_thorough, on
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import assert_trained, boosted, fit, global_batches, unmeasured
 
-checks = Checks()
 GLOBAL_BATCH, STEPS = 8, 5
 TASKS = (0, 0, 1, 1, 0, 1, 2, 2)
 """By place in a global batch: the head that a sample uses. The last samples are those of the last rank."""
@@ -24,8 +21,6 @@ PARTS = {2: [[4, 2], [1, 1]], 3: [[2, 2], [2, 0], [1, 1]]}
 
 
 class Mixed(Dataset):
-    """Samples of several tasks. Some have a second input, and none has in the second global batch."""
-
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(5)
         self.inputs = torch.randn(STEPS * GLOBAL_BATCH, 6, generator=generator)
@@ -41,8 +36,6 @@ class Mixed(Dataset):
 
 
 class Heads(nn.Module):
-    """A head per task, experts that are chosen by the input, and layers that are used now and then."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -115,8 +108,8 @@ RUNS = [(case, sizes) for case in CASES for sizes in ((WHOLE, PARTS) if IS_THORO
 RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
 
 
-@checks.on(2)
-@checks.if_thorough(3)
+@on(2)
+@if_thorough(3)
 @unmeasured
 def a_parameter_that_a_rank_does_not_use_counts_as_zero() -> None:
     for (stage, name, more), sizes in RUNS:
@@ -126,11 +119,8 @@ def a_parameter_that_a_rank_does_not_use_counts_as_zero() -> None:
         assert_trained([[train(stage, division, name, **more)]], [case], expected, atol=1e-5)
 
 
-@checks.on(2, False)
-@checks.on(2, True)
+@on(2, False)
+@on(2, True)
 def stage_0_asks_for_the_search_for_unused_parameters(hybrid: bool) -> None:
     with pytest.raises(RuntimeError, match=r"^this rank has not used .*find_unused_parameters=True"):
         train(0, WHOLE[2], "sgd", find_unused_parameters=False, hybrid=hybrid)
-
-
-test_on_ranks = checks.test()

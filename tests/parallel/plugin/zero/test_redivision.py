@@ -1,7 +1,5 @@
 """Global batches that are divided again in training: what is measured, and what follows from it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -16,31 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.data import Dataset
 
 from colossal_hetero.colossalai_support import accelerator
 from colossal_hetero.data_parallel import busy_timer
 from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import of_all_ranks, on
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import CLASSES, tiny_vit
+from tests.support.training import make_step
 from tests.support.zero_runs import Net, Numbered, boosted, make_optimizer, sizes_by_rank, unmeasured
 
-checks = Checks()
 FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
 """What a sample, an optimizer step and a collective take, in seconds of the test's clock."""
-
-
-class NumberedImages(Dataset):
-    """Images whose last value is their number."""
-
-    def __len__(self) -> int:
-        return len(Numbered())
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = torch.zeros(3, 8, 8)
-        image[-1, -1, -1] = index
-        return image, index % CLASSES
 
 
 class Clock:
@@ -51,8 +35,6 @@ class Clock:
 
 
 class SlowNet(Net):
-    """A model whose passes take time on the clock, and whose sum of gradients does too."""
-
     clock: Clock | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -114,17 +96,15 @@ def measure(stage: int, division: list[list[int]]) -> list[TimedGlobalBatch]:
         for inputs, targets in loader:
             loss = criterion(trained(inputs), targets)
             dist.all_reduce(torch.zeros(1))  # as scripts do for their logs
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer, loss)
             if loader.current.is_last:
                 clock.advance(1000.0)  # as an evaluation
         return plugin.batch_balancer._timer.take()
 
 
-@checks.on(2, (0, 1, 2, 3), [[5], [3]])
-@checks.on(2, (0, 1, 2, 3), [[2, 2, 1], [1, 1, 1]])
-@checks.on(3, (1, 3), [[2, 1], [3, 0], [1, 1]])
+@on(2, (0, 1, 2, 3), [[5], [3]])
+@on(2, (0, 1, 2, 3), [[2, 2, 1], [1, 1, 1]])
+@on(3, (1, 3), [[2, 1], [3, 0], [1, 1]])
 def the_timer_tells_work_from_waiting(stages: tuple[int, ...], division: list[list[int]]) -> None:
     for stage in stages:
         timed = measure(stage, division)
@@ -139,9 +119,8 @@ def the_timer_tells_work_from_waiting(stages: tuple[int, ...], division: list[li
             assert each.waiting_seconds >= 2 * WAITING * len(each.sizes), (stage, each)
 
 
-@checks.on(3)
+@on(3)
 def collectives_inside_a_replica_are_its_work() -> None:
-    """Two collectives in a replica of ranks 0 and 1, and one between replicas."""
     inside, between, rank = dist.new_group([0, 1]), dist.new_group([1, 2]), dist.get_rank()
     with moved_clock():
         timer = BusyTimer([0, 0, 1])
@@ -164,16 +143,13 @@ def collectives_inside_a_replica_are_its_work() -> None:
 
 @unmeasured
 def change_speed(
-    stage: int, slow: int, slowdowns: list[float], check_every: int | None = None, is_hybrid: bool = False
+    kind: int | str, slow: int, slowdowns: list[float], check_every: int | None = None
 ) -> tuple[list[list[int]], Any, list[float]]:
     """Train an epoch for each of ``slowdowns``, of which so many measure that rank ``slow`` is so slow. Returns the
     samples of each rank after each epoch, the plugin, and the iterations that were reported."""
     given: list[dict[str, float]] = []
-    options: dict[str, Any] = dict(loader=dict(shuffle=True), check_every=check_every)
-    if is_hybrid:
-        run = boosted("hybrid", tiny_vit(), data=NumberedImages(), zero_stage=stage, **options)
-    else:
-        run = boosted(stage, on_report=given.append, report_every=3, **options)
+    reports = dict(on_report=given.append, report_every=3)
+    run = boosted(kind, loader=dict(shuffle=True), check_every=check_every, **reports)
     plugin, _, model, optimizer, criterion, loader, _ = run
     timed: list[TimedGlobalBatch] = []
 
@@ -189,14 +165,13 @@ def change_speed(
         sizes: list[int] = []
         for inputs, targets in loader:
             sizes.append(loader.current.samples)
-            ids += inputs.flatten(1)[:, -1].long().tolist() if loader.current.samples else []
+            ids += inputs[:, 7].long().tolist() if loader.current.samples else []
             optimizer.backward(criterion(model(inputs), targets))
             if loader.current.is_last:
                 work = sum(max(size, 1) for size in sizes) * (slowdown if dist.get_rank() == slow else 1.0)
                 timed.append(TimedGlobalBatch(tuple(sizes), work, 0.0, 50.0, 0.0))
                 sizes = []
-            optimizer.step()
-            optimizer.zero_grad()
+            make_step(optimizer)
         assert sorted(itertools.chain(*of_all_ranks(ids))) == list(range(len(Numbered())))
         samples.append([share.samples for share in plugin.batch_balancer.allocation.shares])
     return samples, plugin, [numbers["iteration"] for numbers in given]
@@ -206,23 +181,23 @@ def share_of(slow: int, samples: int, others: int) -> list[int]:
     return [samples, others] if slow == 0 else [others, samples]
 
 
-@checks.on(2)
+@on(2)
 def batches_are_divided_again_after_a_change_of_speed() -> None:
     cases: list[dict[str, Any]] = [
-        dict(stage=stage, slow=slow, check_every=check_every)
+        dict(kind=stage, slow=slow, check_every=check_every)
         for stage in (0, 1, 2, 3)
         for slow in (0, 1)
         for check_every in (None, 1, 3)
         if IS_THOROUGH or (slow == stage % 2 and check_every == (None, 1, 3)[stage % 3])
     ]
-    for case in (*cases, dict(stage=0, slow=1, check_every=1, is_hybrid=True)):
+    for case in (*cases, dict(kind="hybrid", slow=1, check_every=1)):
         samples, plugin, _ = change_speed(slowdowns=[1, 3, 3, 3, 1, 1, 1], **case)
         assert [samples[epoch] for epoch in (0, 3, 6)] == [[4, 4], share_of(case["slow"], 2, 6), [4, 4]], case
         assert plugin.batch_balancer.reallocations == 2, case
 
 
-@checks.on(2, 0, 0.75, (5, 3), 3.75)
-@checks.on(2, 1, 1.34, (3, 5), 5.0)
+@on(2, 0, 0.75, (5, 3), 3.75)
+@on(2, 1, 1.34, (3, 5), 5.0)
 def a_wrong_profile_is_corrected_and_reported(slow: int, factor: float, fitted: tuple[int, int], best: float) -> None:
     """With one of eight samples moved, a global batch takes 3.75 s instead of 4, or 5 s instead of 5.36."""
     samples, plugin, given = change_speed(1, slow, [factor] * 2)
@@ -237,6 +212,3 @@ def a_wrong_profile_is_corrected_and_reported(slow: int, factor: float, fitted: 
     text = " ".join(str(report).split())
     assert "by rank (times in s" in text and "times as long). It was divided again 1 time." in text
     assert report.numbers()[f"batches/rank{slow}/samples"] == expected[slow]
-
-
-test_on_ranks = checks.test()

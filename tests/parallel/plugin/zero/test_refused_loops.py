@@ -1,22 +1,17 @@
 """Training loops that would train to other weights are refused, on every rank and in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.parallel.plugin.zero import test_training_loops as loops
 from tests.parallel.plugin.zero.test_training_loops import ALL, NORM, PARTS, Batch, Loop, Script, each
-from tests.support.checks import Checks
-from tests.support.zero_runs import boosted, unmeasured
-
-checks = Checks()
+from tests.support.checks import if_thorough, on
+from tests.support.zero_runs import unmeasured
 
 
 def penalty_of_its_own(script: Script, batch: Batch) -> None:
@@ -27,7 +22,6 @@ def penalty_of_its_own(script: Script, batch: Batch) -> None:
 
 
 def rate_of_each_part(script: Script, batch: Batch) -> None:
-    """Change the learning rate after each batch of the loader, without a schedule that could be found."""
     script.train_with(batch)
     for group in script.optimizer.param_groups:
         group["lr"] *= 0.9
@@ -116,8 +110,8 @@ REFUSED: dict[str, tuple[Loop, str, tuple[int, ...]]] = {
 """Loops with words of the error, and stages."""
 
 
-@checks.on(2)
-@checks.if_thorough(3)
+@on(2)
+@if_thorough(3)
 @unmeasured
 def loops_that_would_train_to_other_weights_are_refused_on_every_rank() -> None:
     wrong = []
@@ -130,13 +124,3 @@ def loops_that_would_train_to_other_weights_are_refused_on_every_rank() -> None:
                 message = str(error)
             wrong += [] if words in message else [f"{name}, stage {stage}: {message}"]
     assert not wrong, "\n".join(wrong)
-
-
-@checks.on(2)
-@unmeasured
-def optimizers_that_need_a_closure_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^LBFGS\.step needs a closure"):
-        boosted(0, None, lambda model: torch.optim.LBFGS(model.parameters()))
-
-
-test_on_ranks = checks.test()

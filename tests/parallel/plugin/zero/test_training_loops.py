@@ -1,7 +1,5 @@
 """Training loops of all kinds, with any division of global batches, train as one process does on the same batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -11,26 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
-from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import default_collate
 
 from tests.support import zero_runs
-from tests.support.checks import Checks, of_all_ranks
+from tests.support.checks import if_thorough, of_all_ranks, on
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
+from tests.support.training import make_step, zero_plugin
 from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, flat, make_model, unmeasured
 
-checks = Checks()
 GLOBAL_BATCH, EPOCHS, RATE = 8, 2, 0.1
 NORM = 0.05  # below the norm of all gradients
 CLASSES = (1.0, 2.0, 3.0)  # weights, so that a loss is a mean over what is known only when all micro-batches are there
 ALL = (0, 1, 2, 3)
-WHOLE = {2: [[7], [1]], 3: [[5], [0], [3]]}
-"""By number of ranks: a division in which every rank has one micro-batch."""
+WHOLE = {2: [[7], [1]], 3: [[5], [0], [3]]}  # by number of ranks: a division in which every rank has one micro-batch
 PARTS = {2: [[4, 1], [1, 2]], 3: [[2, 2], [1, 0], [2, 1]]}
 """By number of ranks: a division in which every rank has two micro-batches."""
 
@@ -77,8 +72,7 @@ class Script:
         self.update()
 
     def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        make_step(self.optimizer)
 
     def log(self, number: Any) -> None:
         if self.loader.is_last:
@@ -136,7 +130,6 @@ def prefetched(script: Script) -> None:
 
 
 def accumulated(script: Script, no_sync: bool = False) -> None:
-    """Step after every third batch; with ``no_sync``, all but the last of them are in its block."""
     for number, batch in enumerate(script.all_batches(), 1):
         is_due = number % 3 == 0
         with script.booster.no_sync(script.model, script.optimizer) if no_sync and not is_due else nullcontext():
@@ -146,7 +139,6 @@ def accumulated(script: Script, no_sync: bool = False) -> None:
 
 
 def only_at_the_last(script: Script, batch: Batch) -> None:
-    """Step only where the global batch is complete, and log the mean loss there."""
     loss = script.loss(batch)
     script.booster.backward(loss, script.optimizer)
     mean = script.loader.mean(loss)
@@ -166,7 +158,6 @@ def every_third_global_batch(script: Script) -> None:
 
 
 def evaluation_mode(script: Script) -> None:
-    """Train a model in evaluation mode, and run other data through it in training mode without a backward pass."""
     script.model.eval()
     for batch in script.all_batches():
         script.train_with(batch)
@@ -189,7 +180,6 @@ def two_forwards_first(script: Script, batch: Batch) -> None:
 
 
 def parts_of_two_outputs(script: Script, batch: Batch) -> None:
-    """Losses of different samples of one forward pass, and a penalty of the parameters."""
     losses = cross_entropy(script.model(batch[0]), batch[1], reduction="none")
     script.optimizer.backward(losses[::2].sum() / len(losses), retain_graph=True)
     script.optimizer.backward(losses[1::2].sum() / len(losses), retain_graph=True)
@@ -209,8 +199,6 @@ def own_zero_grad(script: Script, batch: Batch) -> None:
 
 
 def between(use: Callable[[Script], Any]) -> Loop:
-    """The usual loop, which calls ``use`` between backward pass and step."""
-
     def iteration(script: Script, batch: Batch) -> None:
         script.backward(batch)
         use(script)
@@ -265,10 +253,8 @@ def counted(script: Script) -> None:
 class Exact(NamedTuple):
     loop: Loop
     stages: tuple[int, ...] = ALL
-    per_step: int = 1
-    """Global batches of a step."""
-    counts_batches: bool = False
-    """The loop counts the batches of the loader, so that each must be a global batch."""
+    per_step: int = 1  # global batches of a step
+    counts_batches: bool = False  # the loop counts the batches of the loader, so that each must be a global batch
 
 
 EXACT = {
@@ -314,8 +300,7 @@ class Run(NamedTuple):
     size: int = GLOBAL_BATCH
     optimizer: str = "sgd"
     options: dict[str, Any] | None = None
-    max_norm: float = 0.0
-    """That of one process, in loops with a schedule."""
+    max_norm: float = 0.0  # that of one process, in loops with a schedule
     rtol: float = 1e-5
     atol: float = 1e-6
 
@@ -414,8 +399,7 @@ def train_alone(run: Run, batches: list[list[int]]) -> tuple[Tensor, list[float]
             clip_grad_value_(model.parameters(), NORM / 4)
         for parameter in model.parameters() if name == "mask" else ():
             parameter.grad = mask(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
+        make_step(optimizer)
     return flat(model), numbers
 
 
@@ -446,12 +430,12 @@ def test_loops_train_as_one_process_does(ranks: int) -> None:
         check(run, results)
 
 
-@checks.on(2)
+@on(2)
 def training_after_measuring_equals_that_of_one_process() -> None:
     check(USUAL, of_all_ranks(train(USUAL)))
 
 
-@checks.on(2)
+@on(2)
 @unmeasured
 def if_loss_scaling_overflows_all_ranks_skip_the_step() -> None:
     scale = {"initial_scale": 2.0**40, "max_scale": 2.0**40, "hysteresis": 1, "backoff_factor": 0.5}
@@ -468,19 +452,12 @@ def two_models() -> tuple[nn.Module, nn.Module]:
 
 
 def adversarial(models: Any, optimizers: Any, batches: Any) -> list[Tensor]:
-    """Train a generator and a discriminator, each with an optimizer. The one that is not trained is frozen."""
-
-    def update(optimizer: Any, loss: Tensor) -> None:
-        optimizer.backward(loss) if isinstance(optimizer, OptimizerWrapper) else loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     (generator, discriminator), (first, second) = models, optimizers
     for inputs, _ in batches:
         made = generator(inputs)
-        update(second, softplus(discriminator(made.detach()) - discriminator(inputs)).mean())
+        make_step(second, softplus(discriminator(made.detach()) - discriminator(inputs)).mean())
         discriminator.requires_grad_(False)
-        update(first, softplus(-discriminator(made)).mean())
+        make_step(first, softplus(-discriminator(made)).mean())
         discriminator.requires_grad_(True)
     return [flat(each) for each in models]
 
@@ -489,8 +466,8 @@ def mean_square(model: nn.Module, _: Any, batch: Any) -> Tensor:
     return model(batch[0]).square().mean()
 
 
-@checks.on(2)
-@checks.if_thorough(3)
+@on(2)
+@if_thorough(3)
 @unmeasured
 def two_models_train_on_the_batches_of_one_loader() -> None:
     def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -514,6 +491,3 @@ def two_models_train_on_the_batches_of_one_loader() -> None:
             else:
                 case = f"stage {stage}, {division}"
                 assert_trained([adversarial(models, optimizers, loader)], [case, case], expected, 1e-5)
-
-
-test_on_ranks = checks.test()
