@@ -337,7 +337,6 @@ def _replica(draft: Draft, number: int, topology: Topology) -> Replica:
                 forward_seconds=cost.forward_seconds[stage],
                 backward_seconds=cost.backward_seconds[stage],
                 transfer_seconds=cost.transfer_seconds[stage],
-                schedule_seconds=cost.schedule_seconds[stage],
                 update_seconds=cost.update_seconds[stage],
             )
         )

@@ -44,8 +44,6 @@ class ChunkTimes:
 
     forward_seconds: NDArray[np.float64]
     backward_seconds: NDArray[np.float64]
-    schedule_seconds: NDArray[np.float64]
-    """Time of the schedule itself, half with the forward and half with the backward."""
     hop_seconds: NDArray[np.float64]
     """Message over the cut behind the chunk, one way; 0 behind the last one, and inside a stage."""
     update_seconds: NDArray[np.float64]
@@ -141,10 +139,9 @@ def simulate_passes(
         return values.tolist() if is_number else list(values)
 
     weight = times.backward_seconds * (WEIGHT_SHARE if order.splits_backward else 0.0)
-    schedule = times.schedule_seconds / 2
     duration = {
-        "forward": by_chunk(times.forward_seconds + schedule),
-        "backward": by_chunk(times.backward_seconds - weight + schedule),
+        "forward": by_chunk(times.forward_seconds),
+        "backward": by_chunk(times.backward_seconds - weight),
         "weight": by_chunk(weight),
     }
     steps = {"forward": 1, "backward": -1, "weight": 0, "transfer": 0}
@@ -231,7 +228,6 @@ def _times(replica: Replica) -> tuple[tuple[float, ...], ...]:
     return (
         tuple(part.forward_seconds for part in parts),
         tuple(part.backward_seconds for part in parts),
-        tuple(part.schedule_seconds for part in parts),
         (*replica.hop_seconds, 0.0),
         tuple(stage.update_seconds for stage in replica.stages),
     )
@@ -279,7 +275,7 @@ def _slowed_replica(plan: Plan, replica: Replica, slow: Mapping[int, float]) -> 
     if not any(rank in slow for stage in replica.stages for rank in stage.ranks):
         return replica
     stages = []
-    work = ("forward_seconds", "backward_seconds", "schedule_seconds")
+    work = ("forward_seconds", "backward_seconds")
     for stage in replica.stages:
         factor = max(slow.get(rank, 1.0) for rank in stage.ranks)
         chunks = [
