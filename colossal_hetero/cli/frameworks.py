@@ -8,8 +8,6 @@ edaa7221 (``deepspeed/runtime/pipe/{module,topology,engine}.py``, ``deepspeed/ru
 (``booster/plugin/hybrid_parallel_plugin.py``, ``pipeline/stage_manager.py``, ``shardformer/modeling/llama.py``).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

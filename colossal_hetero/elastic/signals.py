@@ -11,8 +11,6 @@ aborts no collective before, so nothing goes on with values that are not complet
 functions of torch do not hold Python's lock, which the handler needs.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """Progress of a measurement, and its display with and without a terminal."""
 
-from __future__ import annotations
-
 import time
 from typing import NamedTuple
 

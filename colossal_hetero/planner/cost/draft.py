@@ -1,7 +1,5 @@
 """Builds one candidate of the search: places the slots, splits the model, divides the micro-batches, predicts times."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

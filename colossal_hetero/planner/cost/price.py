@@ -3,8 +3,6 @@
 Search, evaluation, planning again and reports ask here what a layout takes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

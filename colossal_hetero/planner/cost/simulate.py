@@ -11,8 +11,6 @@ A pass starts when its stage is free and its input has arrived. There are two mo
   buffered: messages leave at once, the sender continues, and the receiver waits until the message has arrived.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A global batch divided by all methods, and its report: tables, JSON and a picture of each device's part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -9,8 +9,6 @@ The time is AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t`` (docs/algorithms.md
 first micro-batch passes through the empty pipeline, each further one takes a period of the longest stage.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Colossal-AI's equal parts, Holmes' partition by speed, AutoHet's balance, and ``
 ``fixed_order.py``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
