@@ -306,7 +306,7 @@ SEQUENCE = dict(
 )
 
 
-@checks.on(4)
+@checks.with_colossalai_passes(4)
 def a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
     common = dict(tp_size=2, pp_size=2, num_microbatches=2, precision="bf16", zero_stage=1, **MANY, **SEQUENCE)
     found = []
@@ -335,7 +335,7 @@ def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
     return list(run.parameters.values())
 
 
-@checks.on(2)
+@checks.with_colossalai_passes(2)
 def parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
     common = dict(tp_size=2, precision="fp32", **SEQUENCE)
     expected = train_accumulating(theirs(custom_policy=None, **common), first_is_summed=False)
