@@ -297,7 +297,7 @@ def t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
 
 
-@checks.on(2)
+@checks.with_colossalai_passes(2)
 def an_encoder_with_a_decoder_is_refused() -> None:
     """A T5 cannot be divided as planned; Colossal-AI divides it as the refusal says."""
     options = dict(pp_size=2, num_microbatches=MICRO_BATCHES, precision="fp32")
