@@ -72,7 +72,8 @@ test-thorough: install
 NEWEST := .venv-newest
 NEWEST_TESTS := tests/unit $(addprefix tests/parallel/,layers cpu checkpoint profiling $(addsuffix .py,\
 	$(addprefix balance/test_,checkpoints model_copies pretest reports resharding seen_blocks) \
-	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run transformers_policy) plugin/zero/test_optimizer_checkpoints))
+	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run recomputation transformers_policy unsummed_steps) \
+	elastic/test_membership plugin/overlap/test_overlapped_optimizer plugin/zero/test_optimizer_checkpoints))
 # These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import. In
 # balance/test_work_times, the rows of the vocabulary migrate, which they do not with version 5.
 NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_dropout_and_compile layers/test_language_head \

@@ -99,7 +99,7 @@ def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
 def simulated_seconds(pipeline: Pipeline, bounds: tuple[int, ...]) -> float:
     """Time of an iteration by the event simulation."""
     cost = pipeline.cost(bounds)
-    parts = (cost.forward_seconds, cost.backward_seconds, cost.schedule_seconds, (*cost.hop_seconds, 0.0))
+    parts = (cost.forward_seconds, cost.backward_seconds, (*cost.hop_seconds, 0.0))
     times = ChunkTimes(*map(np.array, (*parts, cost.update_seconds)))
     return Timeline(one_forward_one_backward(len(pipeline.slots), pipeline.micro_batches), times).seconds
 
@@ -152,7 +152,7 @@ def simulation_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
                 start = time.perf_counter()
                 for forward in times:
                     none = np.zeros(stages)
-                    given = ChunkTimes(forward, 2 * forward, none, forward / 10, none)
+                    given = ChunkTimes(forward, 2 * forward, forward / 10, none)
                     simulate_passes(one_forward_one_backward(stages, count), given, transfers)
                 seconds.append(time.perf_counter() - start)
             rows.append((stages * replicas, stages, replicas, count, transfers, max(seconds)))

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper
-from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
 from torch import nn
 
-from ..colossalai_support.corrections import is_from
+from ..colossalai_support.corrections import is_from, is_sharded
 from ..common.ranks import of_every_rank
 from ..layers.block import HOOKS, Block, attach_blocks
 from ..layers.dropout import draw_residual_dropout_equally
@@ -132,9 +131,7 @@ _PACKAGE = __name__.partition(".")[0]
 def make_copyable(model: ModelWrapper, shapes: Shapes, shared: tuple[object, ...], before: Callable[[], None]) -> None:
     """Let ``copy.deepcopy`` copy ``model``, or the model inside of it; both give a copy of the model inside."""
     innermost = model.unwrap(unwrap_peft=False)
-    is_divided = any(
-        is_distributed_tensor(each) or is_customized_distributed_tensor(each) for each in model.parameters()
-    )
+    is_divided = any(map(is_sharded, model.parameters()))
 
     def copied(memo: dict[int, Any]) -> nn.Module:
         before()

@@ -2,8 +2,6 @@
 smallest part that can be pruned or given away: a contraction column, a hidden neuron, a head. Units are divided in
 *grains* of several units, because matrix products are faster for round sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

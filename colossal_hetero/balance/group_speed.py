@@ -2,8 +2,6 @@
 batch takes all ranks longer by the same factor, which is divided out. All ranks compute the same from the same numbers,
 with operations that processors round equally."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Amount that each rank computes: from measured times and costs to a plan, by the rule of the mode."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """The exact minimum of the iteration time over all plans that prune and migrate, including their costs (mode ``auto``).
 In SEMI a straggler migrates or resizes; here it may do both. See [Note: the optimum]."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Pruning ratios: per rank from measured times, and per layer from the rank's ratio (SEMI, Sec. III)."""
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence

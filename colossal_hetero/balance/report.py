@@ -1,7 +1,5 @@
 """The effect of balancing: the times of an iteration as it was, and as it would have been without balancing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median

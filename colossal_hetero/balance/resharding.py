@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..layers.block import Block
 from ..layers.column_migration import MovedRange
 from ..layers.transport import Transport, check_room
-from ..layers.unit_mover import Holding, StateSlot, UnitMover, holdings, ordinary_holdings, unit_count
+from ..layers.unit_mover import Holding, StateSlot, UnitMover, holdings, unit_count
 from .host_messages import Exchange
 
 Arrangement = dict[int, tuple[Holding, ...]]
@@ -148,7 +148,7 @@ class Resharding:
             )
         for number in changed:
             block = self._blocks[number]
-            ordinary = ordinary_holdings(block.units, self._ranks)
+            ordinary = holdings(block.units, self._ranks, ())
             after = wanted.get(number, ordinary)
             if not self._mover.move(block, self._held.get(number, ordinary), after):
                 return False

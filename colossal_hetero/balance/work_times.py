@@ -1,7 +1,5 @@
 """A rank's work as a line in its load, and its patience with its own slowness."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .ratios import Line

@@ -1,7 +1,5 @@
 """Settings of layer checkpoints, and the error that names what is wrong with one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

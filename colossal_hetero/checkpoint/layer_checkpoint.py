@@ -177,10 +177,8 @@ class LayerCheckpoint:
         self._participants: Participants | None = None
         self._store: dist.Store | None = None
 
-    def save(self, training: Training, *, step: int, epoch: int, plan: str, always: bool = False) -> bool:
-        """Save, if ``step`` is a multiple of ``save_every``; false if not, or if it is held until :meth:`wait`."""
-        if step % self._config.save_every and not always:
-            return False
+    def save(self, training: Training, *, step: int, epoch: int, plan: str) -> bool:
+        """Save; false if what is to be saved is held until the next save or :meth:`wait`."""
         wait_for_parameters(training.optimizer)
         outline = training.outline
         pieces = agreed_buffers(pieces_of(training.model, training.optimizer, outline), outline)

@@ -178,12 +178,8 @@ MODEL = ("param.", "buffer.")  # beginnings of the keys of tensors that belong t
 
 def export(folder: Path, out: Path, step: int | None = None, shard_bytes: int | None = None) -> tuple[int, int, int]:
     """Write parameters and buffers, by their names in the model of one process; returns the step, their number, and
-    the number of files.
-
-    Args:
-        shard_bytes: If they are larger together, they are written in Hugging Face's layout: files of at most this size
-            (or one tensor), ``model-00001-of-00003.safetensors`` for ``model.safetensors``, and an index.
-    """
+    the number of files. What is larger than ``shard_bytes`` is written in Hugging Face's layout: files of at most this
+    size (or one tensor), ``model-00001-of-00003.safetensors`` for ``model.safetensors``, and an index."""
     if out.suffix not in (".safetensors", ".pt"):
         raise ValueError(f"cannot tell the format of {out}: end its name in .safetensors or .pt")
     if shard_bytes is not None and out.suffix == ".pt":

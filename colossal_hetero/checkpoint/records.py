@@ -1,7 +1,5 @@
 """Content of the JSON files of a checkpoint: where each box of each tensor is, with sizes and check sums."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The operations on files of which a save consists, so that tests can interrupt each of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress

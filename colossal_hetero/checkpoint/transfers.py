@@ -1,7 +1,5 @@
 """Choice of the rank that reads each box, and of the ranks that it sends the box to."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

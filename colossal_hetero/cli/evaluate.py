@@ -252,10 +252,11 @@ def batches(
 
     Prints each device's samples, compute time and waiting time, and compares the methods.
     """
+    from ..common.files import write_json
     from ..planner.batches.adapt import with_cluster_links
     from ..planner.batches.batch_profile import load_profile
     from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.report.batch_report import compare, render, save_report
+    from ..planner.report.batch_report import as_json, compare, render
 
     with common.errors_on_one_line():
         common.check_outputs(out)
@@ -264,5 +265,5 @@ def batches(
             loaded = with_cluster_links(loaded, load_cluster(cluster))
         report = compare(loaded, global_batch, stage=stage, accumulation=accumulation, method=method)
         if out is not None:
-            save_report(report, out)
+            write_json(as_json(report), out)
     common.make_console().print(render(report))

@@ -1,7 +1,5 @@
 """The command ``colossal-hetero``: what can be planned without training. Starts without torch."""
 
-from __future__ import annotations
-
 import click
 
 from .. import __version__

@@ -103,10 +103,9 @@ def plan(
     to train with the best plan. To choose which machines to rent, see `colossal-hetero rent`.
     """
     from ..planner.cost.plan import save_plan
-    from ..planner.report.launch_commands import training_call
     from ..planner.report.plan_table import one_line, render
     from ..planner.solver.search import search
-    from .other_frameworks import plan_for
+    from .frameworks import plan_for, training_call
 
     with common.errors_on_one_line():
         common.check_outputs(out, picture=plot)
@@ -191,9 +190,9 @@ def rent(
     """
     from ..planner.cost.plan import save_plan
     from ..planner.cost.ranked_plan import RankedPlan
-    from ..planner.report.launch_commands import training_call
     from ..planner.report.plan_table import one_line, render, render_front
     from ..planner.solver.pareto_front import choose, node_types, pareto_front
+    from .frameworks import training_call
 
     with common.errors_on_one_line():
         for name, given in (("--budget", budget), ("--deadline", deadline)):

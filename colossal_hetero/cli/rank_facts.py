@@ -1,7 +1,5 @@
 """Facts about the ranks' machines, and the topology that follows from them: pure functions without torch."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -57,7 +57,7 @@ def correct_second_derivatives() -> None:
                 without_second_derivatives(each)
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """True if each tensor-parallel rank holds its own part of ``parameter``. Fused layers (``FusedLinear1D_Col``) have
     no layout, so Colossal-AI would divide their squared norms by the number of ranks, as those of whole parameters."""
     return is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter)
@@ -128,7 +128,7 @@ def _refuse_to_clip(*_: Any, **__: Any) -> NoReturn:
 
 def correct_gradient_norm() -> None:
     """Let the optimizers of Colossal-AI's plugins clip by the gradients of the whole model, or refuse to clip."""
-    hybrid_parallel_plugin.is_distributed_tensor = _is_sharded
+    hybrid_parallel_plugin.is_distributed_tensor = is_sharded
     for name in ("HybridParallelNaiveOptimizer", "HybridParallelAMPOptimizer", "HybridParallelZeroOptimizer"):
         kind: Any = getattr(hybrid_parallel_plugin, name)
         kind._compute_grad_norm = _with_other_stages(kind._compute_grad_norm)

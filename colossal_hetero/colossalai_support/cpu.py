@@ -92,7 +92,8 @@ def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., An
         is_simple = op == dist.ReduceOp.SUM and output.is_contiguous() and input.is_contiguous()
         ranks = [] if dist.get_rank(group) < 0 else dist.get_process_group_ranks(group)
         fits = input.numel() == output.numel() * len(ranks) and output.dtype == input.dtype
-        if not (is_simple and fits and len(ranks) > 1 and input.device.type == "cpu" and _is_gloo(group)):
+        is_gloo = input.device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+        if not (is_simple and fits and len(ranks) > 1 and is_gloo):
             return reduce_scatter_tensor(output, input, op, group, async_op)
         work = _PartsInFlight(output, input, ranks, group)
         if async_op:
@@ -101,10 +102,6 @@ def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., An
         return None
 
     return run
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return "cpu:gloo" in dist.get_backend_config(group)
 
 
 def patch_collectives() -> None:

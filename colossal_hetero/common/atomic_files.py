@@ -1,7 +1,5 @@
 """Files that are complete or as they were, and the folder of caches; needs nothing but the standard library."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

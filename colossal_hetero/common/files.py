@@ -1,7 +1,5 @@
 """JSON files that people read and edit: laid out for reading, written atomically, with mistakes named in words."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Methods of objects that a part of the package wraps, functions without collections, and names that users misspell."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import gc

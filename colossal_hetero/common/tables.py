@@ -1,7 +1,5 @@
 """Tables for people: narrow enough for 80 columns where possible, and never cut off."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numbers and messages for people: plurals, and one unit and equally many decimals per column."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

@@ -29,12 +29,6 @@ class DrawnSample(NamedTuple):
     """Of its augmentation, in [0, 2⁶²)."""
 
 
-def drawn_sample(index: int, seed: int, epoch: int, place: int) -> DrawnSample:
-    """The sample at ``place`` in the order of ``epoch``, of a loader with this ``seed``."""
-    # Python's hash of integers is the same in all processes.
-    return DrawnSample(index, hash((seed, epoch, place)) % 2**62)
-
-
 class SeededSamples(Dataset[Any]):
     """``dataset`` with its attributes, also by :class:`DrawnSample`. Random augmentation does not depend on the rank or
     worker that loads a sample: torch, NumPy and Python draw from a seed that depends on its place in the order of the
@@ -215,7 +209,9 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
                 yield indices
                 continue
             first = micro_batch.global_batch * self.global_batch_size + micro_batch.first
-            yield [drawn_sample(index, self.seed, self.epoch, place) for place, index in enumerate(indices, first)]
+            # Python's hash of integers is the same in all processes.
+            seeds = (hash((self.seed, self.epoch, first + place)) % 2**62 for place in range(len(indices)))
+            yield list(map(DrawnSample, indices, seeds))
 
     def __len__(self) -> int:
         """Number of this rank's micro-batches in a whole epoch; without a division, of its global batches, because

@@ -77,7 +77,7 @@ class GradientGuard:
                 gradient: Any = parameter.grad
                 if gradient is None and fill and parameter.requires_grad:
                     gradient = torch.sparse_coo_tensor(  # type: ignore[call-arg]
-                        size=parameter.shape, dtype=parameter.dtype, device=parameter.device
+                        size=parameter.shape, dtype=parameter.dtype, device=parameter.device, check_invariants=False
                     )
                     parameter.grad = gradient
                 version = 0

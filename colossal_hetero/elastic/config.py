@@ -1,7 +1,5 @@
 """Options of elastic training."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

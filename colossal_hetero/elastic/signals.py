@@ -11,8 +11,6 @@ aborts no collective before, so nothing goes on with values that are not complet
 functions of torch do not hold Python's lock, which the handler needs.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os
@@ -26,29 +24,28 @@ from types import FrameType
 
 
 class SignalNotice:
-    """The notice is a signal to this process, by default SIGTERM. A second signal has its usual effect, but those
-    within ``same_within_seconds`` count as one: a worker may get SIGTERM directly and from torchrun. Forked processes,
-    such as those of a data loader, react as before; torchrun signals a worker's whole process group, which these leave
+    """The notice is SIGTERM to this process. A second signal has its usual effect, but those within
+    ``same_within_seconds`` count as one: a worker may get SIGTERM directly and from torchrun. Forked processes, such as
+    those of a data loader, react as before; torchrun signals a worker's whole process group, which these leave
     therefore."""
 
-    def __init__(self, number: int = signal.SIGTERM, same_within_seconds: float = 1.0) -> None:
+    def __init__(self, same_within_seconds: float = 1.0) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 f"the thread {threading.current_thread().name!r} cannot receive signals; make SignalNotice in the main "
                 "thread, or use FileNotice"
             )
-        self._number = number
         self._same_within_seconds = same_within_seconds
         self._process = os.getpid()
         self._first_at: float | None = None
-        self._before = signal.signal(number, self._receive)
+        self._before = signal.signal(signal.SIGTERM, self._receive)
         register_after_fork(self, lambda _: os.setpgrp())
 
     def is_given(self) -> bool:
         return self._first_at is not None
 
     def close(self) -> None:
-        signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

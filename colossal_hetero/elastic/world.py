@@ -1,7 +1,5 @@
 """Worlds, their members and ends, and the limits of all waits."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Rules for where modules hold blocks: a table, because a policy does not show what lies between two layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from .transformers_policy import IS_NEWER_THAN_COLOSSALAI

@@ -4,7 +4,7 @@ pass is in docs/algorithms.md, 1.4; the notation is that of :mod:`.product`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -313,6 +313,5 @@ def _add_product(to: Tensor, left: Tensor, right: Tensor, slow_down: Slowdown | 
         to += _product(left, right, slow_down)
 
 
-def migrated_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: MigratedProductContext) -> Tensor:
-    """``Y [..., N] = X [..., L] · Wᵀ + b`` with migrated columns (module's docstring); collective over their group."""
-    return _MigratedProduct.apply(x, weight, bias, how)
+migrated_product: Callable[[Tensor, Tensor, Tensor | None, MigratedProductContext], Tensor] = _MigratedProduct.apply
+"""``Y [..., N] = X [..., L] · Wᵀ + b`` with migrated columns (module's docstring); collective over their group."""

@@ -151,13 +151,10 @@ class HeteroLinear:
                 "plugin precision='bf16' or 'fp16'"
             )
 
-    def _is_left_alone(self) -> bool:
-        return (self.block is None or self.block.before_forward is None) and self._passes_through()
-
     @torch.compiler.disable(recursive=False)
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self._check_autocast(input_)
-        if self._is_left_alone():
+        if (self.block is None or self.block.before_forward is None) and self._passes_through():
             return super().forward(input_)  # type: ignore[misc]
         return self._balanced_forward(input_)
 

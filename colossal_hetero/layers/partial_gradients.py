@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer import Embedding1D, VocabParallelEmbedding1D
-from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 from torch import Tensor, nn
 
+from ..colossalai_support.corrections import is_sharded
 from .linear import HETERO_LAYERS
 
 _ROW: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if not ours.column_parallel)
@@ -38,9 +38,7 @@ def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
     divided = {
         id(parameter)
         for name, parameter in parameters
-        if is_distributed_tensor(parameter)
-        or is_customized_distributed_tensor(parameter)
-        or parameter.shape != shapes.get(name, parameter.shape)
+        if is_sharded(parameter) or parameter.shape != shapes.get(name, parameter.shape)
     }
     always: set[str] = set()
     beside: dict[str, list[nn.Parameter]] = defaultdict(list)

@@ -47,10 +47,6 @@ def holdings(units: int, ranks: int, moves: Sequence[MovedRange]) -> tuple[Holdi
     )
 
 
-def ordinary_holdings(units: int, ranks: int) -> tuple[Holding, ...]:
-    return holdings(units, ranks, ())
-
-
 def pieces_of(after: Holding, before: Sequence[Holding]) -> list[Piece]:
     """Pieces of the holding ``after``, in its order, at their places in the holdings ``before``, which are by rank."""
     pieces: list[Piece] = []

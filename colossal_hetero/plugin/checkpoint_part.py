@@ -48,7 +48,7 @@ class Checkpoints:
         if step % self._save_every and not always:
             return False
         with self._ordinary_shards():
-            return self.files.save(training, step=step, epoch=epoch, plan=plan, always=always)
+            return self.files.save(training, step=step, epoch=epoch, plan=plan)
 
     def resume(self, training: Training, step: int | None) -> Start:
         with self._ordinary_shards():

@@ -1,7 +1,5 @@
 """The user's options for planned runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

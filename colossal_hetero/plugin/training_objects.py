@@ -1,7 +1,5 @@
 """The objects that a plugin configures, and the check of its options."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 DEFAULT_EPOCH_LENGTH = 100

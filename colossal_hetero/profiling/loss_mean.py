@@ -168,7 +168,8 @@ class _Comparison:
         if len(indices) == 1:
             return self._batches[indices[0]]
         if self._is_random_batch:
-            return _joined([self._batches[index] for index in indices])
+            batches = (with_dicts(self._batches[index]) for index in indices)
+            return tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *batches)
         # Augmentations that mix a batch with its reverse (Mixup) mix each sample with itself in this order.
         half = self._multiple // 2
         ends = [indices[0]] * half, [indices[0]] * (self._multiple - half)
@@ -192,12 +193,6 @@ class _Comparison:
         found = [labels for labels in map(labels_of, self._batches.values()) if labels is not None]
         ignored = ignored_labels(criterion)
         return weighs_classes(criterion) or any(torch.any(labels == value) for labels in found for value in ignored)
-
-
-def _joined(batches: Sequence[Any]) -> Any:
-    return tree_map(
-        lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *map(with_dicts, batches)
-    )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -1,7 +1,5 @@
 """Merge the measurements of all ranks into one profile: ranks with similar times become one kind of device."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

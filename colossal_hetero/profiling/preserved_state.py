@@ -88,7 +88,7 @@ def _buffers(module: nn.Module, copies: dict[int, Tensor]) -> Restore:
         module._buffers.update(before)
         for buffer in before.values():
             # Unchanged buffers are not written, because a buffer whose elements share memory cannot be written.
-            if buffer is not None and not _is_same(buffer, copies[id(buffer)]):
+            if buffer is not None and not torch.equal(buffer.detach().cpu(), copies[id(buffer)]):
                 buffer.detach().copy_(copies[id(buffer)])
 
     return restore
@@ -194,7 +194,3 @@ def _parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _is_same(tensor: Tensor, value: Tensor) -> bool:
-    return torch.equal(tensor.detach().cpu(), value)

@@ -1,9 +1,6 @@
 """Progress of a measurement, and its display with and without a terminal."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from rich.console import Console
@@ -27,18 +24,13 @@ class Progress(NamedTuple):
 class ProgressDisplay:
     """Shows progress: with a terminal in one line that changes, else with a line now and then if it takes long."""
 
-    def __init__(
-        self, console: Console, status: Status, place: str = "", now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._console = console
-        self._status = status
-        self._place = place
-        self._now = now
-        self._next_line = now() + QUIET_SECONDS
+    def __init__(self, console: Console, status: Status, place: str = "") -> None:
+        self._console, self._status, self._place = console, status, place
+        self._next_line = time.monotonic() + QUIET_SECONDS
 
     def __call__(self, progress: Progress) -> None:
         if self._console.is_terminal:
             self._status.update(f"{progress}{self._place}")
-        elif self._now() >= self._next_line:
+        elif time.monotonic() >= self._next_line:
             self._console.print(f"{progress}{self._place}", markup=False, soft_wrap=True)
-            self._next_line = self._now() + LINE_SECONDS
+            self._next_line = time.monotonic() + LINE_SECONDS

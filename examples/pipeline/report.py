@@ -92,8 +92,7 @@ class PipelineReport(ComparisonReport[PipelineTraining]):
             stages = [pair for replica in training.plan.replicas for pair in enumerate(replica.stages)]
             for row, (number, stage) in enumerate(stages):
                 rank = stage.ranks[0]
-                communication = stage.transfer_seconds + stage.schedule_seconds
-                times = (stage.forward_seconds, stage.backward_seconds, communication)
+                times = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds)
                 table.add_row(
                     training.name if row == 0 else "",
                     str(number),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 
@@ -35,6 +36,12 @@ def on(ranks: int, *args: Any) -> Callable[[Check], Check]:
 def if_thorough(ranks: int, *args: Any) -> Callable[[Check], Check]:
     """As :func:`on`, with ``make test-thorough`` only."""
     return on(ranks, *args) if IS_THOROUGH else lambda check: check
+
+
+def with_colossalai_passes(ranks: int, *args: Any) -> Callable[[Check], Check]:
+    """As :func:`on`, with releases of transformers only for which Colossal-AI has passes of its own: sequence
+    parallelism needs them."""
+    return on(ranks, *args) if not IS_NEWER_THAN_COLOSSALAI else lambda check: check
 
 
 def _test_of(cases: Cases) -> Callable[[int, Path], None]:

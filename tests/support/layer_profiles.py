@@ -14,7 +14,6 @@ def layer_times(
     micro_batch: int = 1,
     tensor_parallel: int = 1,
     update_seconds: Sequence[float] | None = None,
-    schedule_seconds: float = 0.0,
 ) -> LayerTimes:
     """Times by layer. Backward passes take twice as long as forward passes; updates take no time by default."""
     return LayerTimes(
@@ -24,7 +23,6 @@ def layer_times(
         forward_seconds=tuple(forward_seconds),
         backward_seconds=tuple(2 * each for each in forward_seconds),
         update_seconds=(0.0,) * len(forward_seconds) if update_seconds is None else tuple(update_seconds),
-        schedule_seconds=schedule_seconds,
     )
 
 

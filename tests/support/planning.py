@@ -26,7 +26,6 @@ def make_plan(
     micro_batch: int = 2,
     micro_batches: int = 4,
     forward_seconds: Sequence[float] | None = None,
-    schedule_seconds: Sequence[float] | None = None,
     **changes: Any,
 ) -> Plan:
     """A plan in which stage ``i`` of each replica has ``layers[i]`` layers. ``rank_order``: ranks by replica, stage
@@ -45,7 +44,6 @@ def make_plan(
                     forward_seconds=forward[stage],
                     backward_seconds=2 * forward[stage],
                     transfer_seconds=0.0,
-                    schedule_seconds=schedule_seconds[stage] if schedule_seconds else 0.0,
                     update_seconds=0.0,
                     memory_bytes=0.0,
                     memory_available_bytes=1e9,

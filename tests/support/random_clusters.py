@@ -127,7 +127,6 @@ def random_model(
 ) -> ModelProfile:
     """2 to ``max_blocks`` blocks, timed on :data:`KINDS`: each has 2 bytes of parameters, 6 of state, and 4 bytes of
     activations per sample."""
-    schedule = float(random.spawn(1)[0].choice([0.0, 0.3]))
     blocks = int(random.integers(2, max_blocks + 1))
     weight = random.uniform(0.5, 1.5, blocks) if random.random() < 0.5 else np.ones(blocks)
     head, update = random.choice([0.0, 0.5]), random.choice([0.0, 0.2])
@@ -138,16 +137,7 @@ def random_model(
         work = each * (fixed + (1 - fixed) * size) / degree**0.8
         forward = (0.0, *(work * weight), head * work)
         updates = (0.0, *(update * each * weight), 0.0)
-        times.append(
-            layer_times(
-                name,
-                forward,
-                micro_batch=size,
-                tensor_parallel=degree,
-                update_seconds=updates,
-                schedule_seconds=schedule,
-            )
-        )
+        times.append(layer_times(name, forward, micro_batch=size, tensor_parallel=degree, update_seconds=updates))
     sizes = small_sizes(blocks, degrees, int(random.choice([1e7, 1e9, 4e9])))
     return ModelProfile(
         name="random",

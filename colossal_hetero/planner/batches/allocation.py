@@ -5,8 +5,6 @@ has the remainder of the samples, and in stages 1 to 3 the wall time grows by th
 samples in a micro-step runs ``min_batch`` samples of weight zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ save up time while it waits, so the time of a replica that waits is optimistic, 
 others wait is reliable: the last reliable speed is remembered.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Exact search for the division of a global batch with the least wall time; used by :func:`.allocation.allocate`."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable, Sequence

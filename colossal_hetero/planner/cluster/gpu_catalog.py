@@ -3,8 +3,6 @@
 FLOP/s are those of a dense matrix product in half precision with single-precision sums, from the datasheet.
 """
 
-from __future__ import annotations
-
 import re
 
 from .topology import Channel, DeviceKind

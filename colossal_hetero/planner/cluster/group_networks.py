@@ -7,8 +7,6 @@ process, at the first use of their network (net_ib.cc, net_socket.cc, param.cc; 
 has one set of adapters, so its groups differ only in RDMA or Ethernet. Gloo reads ``GLOO_SOCKET_IFNAME`` per group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

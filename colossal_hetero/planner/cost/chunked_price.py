@@ -138,12 +138,11 @@ def _distinct(rows: Sequence[ChunkedPipeline]) -> list[ChunkedPipeline]:
 def _mean_seconds(row: ChunkedPipeline, cut: NDArray[np.int64]) -> GraphSeconds:
     """Mean times of the chunks ``[1, chunks + 1]``, and of the messages between stages."""
     times = row.times(cut)
-    schedule = float(times.schedule_seconds.mean()) / 2
     backward = float(times.backward_seconds.mean())
     hops = times.hop_seconds[[number for number, hop in enumerate(row.hops) if hop is not None]]
     return GraphSeconds(
-        forward=float(times.forward_seconds.mean()) + schedule,
-        input_gradient=backward * (1 - WEIGHT_SHARE) + schedule,
+        forward=float(times.forward_seconds.mean()),
+        input_gradient=backward * (1 - WEIGHT_SHARE),
         weight_gradient=backward * WEIGHT_SHARE,
         transfer=float(hops.mean()),
     )
@@ -187,7 +186,7 @@ def _replica(
     micro_batches: int,
 ) -> Replica:
     times, memory = pipeline.times(cut), pipeline.memory_bytes(cut)[:, 0]
-    names = ("forward_seconds", "backward_seconds", "schedule_seconds", "hop_seconds")
+    names = ("forward_seconds", "backward_seconds", "hop_seconds")
     by_chunk = zip(pairwise(cut[0].tolist()), *(getattr(times, name)[:, 0].tolist() for name in names), strict=True)
     chunks = [ChunkPlan(blocks=blocks, **dict(zip(names, values, strict=True))) for blocks, *values in by_chunk]
     received = [0.0, *(chunk.hop_seconds for chunk in chunks)]
@@ -202,7 +201,7 @@ def _replica(
                 slot.memory_bytes,
                 chunks=tuple(chunks[chunk] for chunk in own),
                 transfer_seconds=sum(chunks[chunk].hop_seconds + received[chunk] for chunk in own),
-                **{name: sum(getattr(chunks[chunk], name) for chunk in own) for name in names[:3]},
+                **{name: sum(getattr(chunks[chunk], name) for chunk in own) for name in names[:2]},
                 update_seconds=float(times.update_seconds[number, 0]),
             )
         )
@@ -293,7 +292,7 @@ class ChunkedPipeline:
 
     def times(self, bounds: NDArray[np.int64]) -> ChunkTimes:
         stage_of, divisions = self.order.stage_of_chunk, len(bounds)
-        forward, backward, schedule, hops = (np.zeros((len(stage_of), divisions)) for _ in range(4))
+        forward, backward, hops = (np.zeros((len(stage_of), divisions)) for _ in range(3))
         update = np.zeros((len(self.slots), divisions))
         for chunk, stage in enumerate(stage_of):
             costs = self.slots[stage].costs
@@ -301,12 +300,10 @@ class ChunkedPipeline:
             forward[chunk] = costs.cumulative.forward_seconds[stop] - costs.cumulative.forward_seconds[start]
             backward[chunk] = costs.cumulative.backward_seconds[stop] - costs.cumulative.backward_seconds[start]
             update[stage] += costs.cumulative.update_seconds[stop] - costs.cumulative.update_seconds[start]
-            neighbors = stage_of[max(chunk - 1, 0) : chunk] + stage_of[chunk + 1 : chunk + 2]
-            schedule[chunk] = costs.schedule_seconds * sum(other != stage for other in neighbors)
             channel = self.hops[chunk] if chunk < len(self.hops) else None
             if channel is not None:
                 hops[chunk] = costs.hop_seconds(channel)[stop]
-        return ChunkTimes(forward, backward, schedule, hops, update)
+        return ChunkTimes(forward, backward, hops, update)
 
     def memory_bytes(self, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
         """State, and activations at the fullest moment, of each stage per device, ``[stages, divisions]``."""

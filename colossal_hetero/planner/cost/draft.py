@@ -1,7 +1,5 @@
 """Builds one candidate of the search: places the slots, splits the model, divides the micro-batches, predicts times."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -337,7 +335,6 @@ def _replica(draft: Draft, number: int, topology: Topology) -> Replica:
                 forward_seconds=cost.forward_seconds[stage],
                 backward_seconds=cost.backward_seconds[stage],
                 transfer_seconds=cost.transfer_seconds[stage],
-                schedule_seconds=cost.schedule_seconds[stage],
                 update_seconds=cost.update_seconds[stage],
             )
         )

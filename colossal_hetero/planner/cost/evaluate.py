@@ -1,7 +1,5 @@
 """Time of a plan or a layout on a cluster, by the formula and by simulation, with its memory and its price."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Time that the pipelines of a candidate take to sum their gradients."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A plan's layout on one line of text: pipelines, their stages, kinds of devices and blocks, but not which devices."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -1,8 +1,6 @@
 """The best cuts for pipelines whose slots and stage order are given. Unlike a split of one pipeline, they take into
 account the slots and links of all pipelines, which may have to be cut alike, and the time of the gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

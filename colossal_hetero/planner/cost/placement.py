@@ -12,8 +12,6 @@ inside bandwidth; both devices of a hop send at once. As in ``all_reduce.py``, a
 of one pair of nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

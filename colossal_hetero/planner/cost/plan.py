@@ -50,7 +50,6 @@ class ChunkPlan(FilePart):
     blocks: BlockRange
     forward_seconds: Seconds
     backward_seconds: Seconds
-    schedule_seconds: Seconds = 0.0
     hop_seconds: Seconds = 0.0
     """One way over the cut behind the chunk; 0 behind the last one and inside a stage."""
 
@@ -72,7 +71,6 @@ class StagePlan(FilePart):
     backward_seconds: Seconds
     transfer_seconds: Seconds
     """Time in steady state: one way over the cuts before and behind the stage; with chunks, over all their cuts."""
-    schedule_seconds: Seconds = 0.0
     update_seconds: Seconds
     memory_bytes: Amount
     memory_overhead_bytes: Amount = 0.0
@@ -104,7 +102,7 @@ class StagePlan(FilePart):
     def micro_batch_seconds(self) -> float:
         """Time that the stage is occupied in steady state; stages with chunks send while they compute."""
         transfer = 0.0 if self.chunks else self.transfer_seconds
-        return self.forward_seconds + self.backward_seconds + transfer + self.schedule_seconds
+        return self.forward_seconds + self.backward_seconds + transfer
 
 
 class Replica(FilePart):

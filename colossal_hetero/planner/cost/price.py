@@ -3,8 +3,6 @@
 Search, evaluation, planning again and reports ask here what a layout takes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,16 +40,9 @@ def price(
     overlap: bool = False,
     method: str = METHOD,
 ) -> Plan:
-    """The plan of a layout with these ranks, ``[pipelines][stages][ranks of a stage]``; it need not fit in memory.
-
-    Args:
-        order_seconds: for the schedule ``zbv``, the times from which its passes are ordered; None: mean times.
-        overlap: communication runs during passes between replicas; for 1F1B only.
-        method: name of the method that chose the cuts, for the plan.
-
-    Raises:
-        ValueError: if a group is not of one kind of device, stages have no link, or the schedule cannot run the layout.
-    """
+    """The plan of a layout with these ranks, ``[pipelines][stages][ranks of a stage]``; it need not fit in memory. The
+    passes of ``zbv`` are ordered from ``order_seconds``, by default from mean times; ``overlap`` is for 1F1B only, and
+    ``method`` is the name of what chose the cuts."""
     slots = slots_of(topology, ranks, layout.tensor_parallel)
     pricer = Pricer(topology, profile, layout, slots, order_seconds=order_seconds, overlap=overlap)
     return pricer.plan(tuple(tuple(map(tuple, row)) for row in ranks)).model_copy(update={"method": method})

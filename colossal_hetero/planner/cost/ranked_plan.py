@@ -1,7 +1,5 @@
 """A plan in a list of plans, best first, with a reason for its place."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Sequence

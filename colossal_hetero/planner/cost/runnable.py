@@ -4,8 +4,6 @@ With 1F1B, replicas may have different stages and batches, and stages may recomp
 stage 1 runs by Colossal-AI's optimizer if replicas are alike, else by the plugin's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ...common.text import count, spans

@@ -11,8 +11,6 @@ A pass starts when its stage is free and its input has arrived. There are two mo
   buffered: messages leave at once, the sender continues, and the receiver waits until the message has arrived.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,8 +42,6 @@ class ChunkTimes:
 
     forward_seconds: NDArray[np.float64]
     backward_seconds: NDArray[np.float64]
-    schedule_seconds: NDArray[np.float64]
-    """Time of the schedule itself, half with the forward and half with the backward."""
     hop_seconds: NDArray[np.float64]
     """Message over the cut behind the chunk, one way; 0 behind the last one, and inside a stage."""
     update_seconds: NDArray[np.float64]
@@ -141,10 +137,9 @@ def simulate_passes(
         return values.tolist() if is_number else list(values)
 
     weight = times.backward_seconds * (WEIGHT_SHARE if order.splits_backward else 0.0)
-    schedule = times.schedule_seconds / 2
     duration = {
-        "forward": by_chunk(times.forward_seconds + schedule),
-        "backward": by_chunk(times.backward_seconds - weight + schedule),
+        "forward": by_chunk(times.forward_seconds),
+        "backward": by_chunk(times.backward_seconds - weight),
         "weight": by_chunk(weight),
     }
     steps = {"forward": 1, "backward": -1, "weight": 0, "transfer": 0}
@@ -231,7 +226,6 @@ def _times(replica: Replica) -> tuple[tuple[float, ...], ...]:
     return (
         tuple(part.forward_seconds for part in parts),
         tuple(part.backward_seconds for part in parts),
-        tuple(part.schedule_seconds for part in parts),
         (*replica.hop_seconds, 0.0),
         tuple(stage.update_seconds for stage in replica.stages),
     )
@@ -279,7 +273,7 @@ def _slowed_replica(plan: Plan, replica: Replica, slow: Mapping[int, float]) -> 
     if not any(rank in slow for stage in replica.stages for rank in stage.ranks):
         return replica
     stages = []
-    work = ("forward_seconds", "backward_seconds", "schedule_seconds")
+    work = ("forward_seconds", "backward_seconds")
     for stage in replica.stages:
         factor = max(slow.get(rank, 1.0) for rank in stage.ranks)
         chunks = [

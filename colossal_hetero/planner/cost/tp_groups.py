@@ -4,8 +4,6 @@ A *slot* is a tensor-parallel group of devices of one kind in one node; it can r
 *composition* says how many slots of each kind a pipeline has, ``[kinds]``; :mod:`.placement` decides later which.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial

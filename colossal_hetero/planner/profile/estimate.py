@@ -1,7 +1,5 @@
 """Profile of a GPT, estimated from its sizes and the nominal speeds of GPUs, to plan before there are machines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Machines with the kinds of devices that a profile has for them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from ..cluster.all_reduce import synchronization_seconds

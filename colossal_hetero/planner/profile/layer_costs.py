@@ -42,7 +42,6 @@ class LayerCosts:
     """Needed for a moment beside what is kept, for any blocks: in backward, a block's gradients."""
     bucket_bytes: float = 0.0
     """Copy of the gradients in buckets of DistributedDataParallel, if a device runs all blocks."""
-    schedule_seconds: float = 0.0
 
     def memory_for_blocks(self, usable_bytes: float, stages: int) -> float:
         """Bytes of a device's usable memory that are left for state and kept activations.

@@ -73,9 +73,6 @@ class LayerTimes(_ByLayer):
     forward_seconds: tuple[Seconds, ...]
     backward_seconds: tuple[Seconds, ...]
     update_seconds: tuple[Seconds, ...]
-    schedule_seconds: Seconds = 0.0
-    """Per micro-batch and cut next to a stage (a stage in the middle has two): time beyond layers on this side of the
-    cut, to send and receive a message each way and to run the schedule. 0: not measured."""
     relative_error: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Standard error of the times of all layers together, as a share of them, from repeated passes. 0: unknown."""
     block_runs: tuple[BlockRun, ...] = ()
@@ -282,7 +279,7 @@ class ModelProfile(FilePart):
                 f"({_listed(known)}); use {valid}, or measure it"
             )
         seconds = measured.interpolated(micro_batch) / speed
-        update, forward, backward = seconds[:-1].reshape(3, self.layers)
+        update, forward, backward = seconds.reshape(3, self.layers)
         sizes = next(each for each in self.sizes if each.tensor_parallel == tensor_parallel)
         parameters = self._by_block(sizes.parameter_bytes)
         activations = self._by_block(sizes.activation_bytes) * micro_batch
@@ -301,7 +298,6 @@ class ModelProfile(FilePart):
             temporary_bytes=float(inner),
             # Buckets have the type of the parameters.
             bucket_bytes=float(parameters.sum()),
-            schedule_seconds=float(seconds[-1]),
         )
 
     def _by_block(self, values: Sequence[float] | NDArray[np.float64], ends: bool = True) -> NDArray[np.float64]:
@@ -321,12 +317,12 @@ class _Measured(NamedTuple):
     times: tuple[LayerTimes, ...]
     micro_batches: tuple[int, ...]
     seconds: NDArray[np.float64]
-    """Update, forward and backward by layer, and the schedule, ``[micro-batches, 3 layers + 1]``. Apart from updates,
-    they do not fall as micro-batches grow."""
+    """Update, forward and backward by layer, ``[micro-batches, 3 layers]``. Apart from updates, they do not fall as
+    micro-batches grow."""
 
     @classmethod
     def of(cls, times: Sequence[LayerTimes]) -> _Measured:
-        passes = np.array([[*each.forward_seconds, *each.backward_seconds, each.schedule_seconds] for each in times])
+        passes = np.array([[*each.forward_seconds, *each.backward_seconds] for each in times])
         passes = np.minimum.accumulate(passes[::-1], axis=0)[::-1]
         updates = np.array([each.update_seconds for each in times])
         return cls(tuple(times), tuple(each.micro_batch for each in times), np.hstack([updates, passes]))

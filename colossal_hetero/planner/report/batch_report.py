@@ -1,18 +1,14 @@
 """A global batch divided by all methods, and its report: tables, JSON and a picture of each device's part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...common.files import write_json
 from ...common.tables import make_table, number_column, word_column
 from ...common.text import aligned, byte_unit, count, duration, spans, times
 from ..batches.adapt import AdaptPlan, RingNetwork, adapt_profile, ring_cost
@@ -246,10 +242,6 @@ def _adapt_notes(plan: AdaptPlan) -> list[str]:
             )
             notes.append(f"not dropped: {step.reason}; without it the {result}")
     return notes
-
-
-def save_report(report: BatchComparison, path: Path | str) -> None:
-    write_json(as_json(report), path)
 
 
 def as_json(report: BatchComparison) -> dict[str, Any]:

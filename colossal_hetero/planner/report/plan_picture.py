@@ -1,7 +1,5 @@
 """The picture of a plan: a timeline of each stage during one iteration."""
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Sequence

@@ -85,8 +85,8 @@ def alike_replicas(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _shown(stage: StagePlan) -> tuple[object, ...]:
-    seconds = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.schedule_seconds)
-    numbers = (*seconds, stage.update_seconds, stage.memory_bytes, stage.memory_available_bytes)
+    seconds = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.update_seconds)
+    numbers = (*seconds, stage.memory_bytes, stage.memory_available_bytes)
     return (*_form(stage), stage.block_ranges, *(f"{number:.3g}" for number in numbers))
 
 
@@ -169,7 +169,7 @@ def _planned_stages(plan: Plan) -> Table:
     """Of several stages in a row, the longest times, and the range of memory and bubbles."""
     lines = rows(plan)
     second, compute, transfer = times(
-        [max(s.forward_seconds + s.backward_seconds + s.schedule_seconds for s in line.stages) for line in lines],
+        [max(s.forward_seconds + s.backward_seconds for s in line.stages) for line in lines],
         [max(stage.transfer_seconds for stage in line.stages) for line in lines],
     )
     available = [min(stage.memory_available_bytes for stage in line.everywhere) for line in lines]
@@ -384,9 +384,9 @@ def _dollars(amount: float) -> str:
 
 
 def render_profile(profile: ModelProfile) -> RenderableType:
-    """Times by kind of device: blocks, layers before and after them, a pipeline's schedule; below, memory per block."""
+    """Times by kind of device: blocks, layers before and after them; below, memory per block."""
     titles = ["ranks", "tp", "micro-batch\n[samples]", "before blocks\n[ms]", "per block\n[ms]", "after blocks\n[ms]"]
-    titles += ["all, per sample\n[ms]", "update\n[ms]", "schedule, per cut\n[ms]"]
+    titles += ["all, per sample\n[ms]", "update\n[ms]"]
     lines: list[Sequence[str] | None] = []
     for device, of_device in itertools.groupby(profile.times, key=lambda each: each.device):
         ranks = [rank for rank, each in enumerate(profile.rank_devices) if each == device]
@@ -404,7 +404,7 @@ def _measured(profile: ModelProfile, measured: LayerTimes) -> list[str]:
     stop = len(seconds) - profile.after
     blocks = " – ".join(dict.fromkeys(_milliseconds(each(seconds[profile.before : stop])) for each in (min, max)))
     outer = [sum(seconds[: profile.before]), sum(seconds[stop:]), sum(seconds) / measured.micro_batch]
-    before, *values = map(_milliseconds, (*outer, sum(measured.update_seconds), measured.schedule_seconds))
+    before, *values = map(_milliseconds, (*outer, sum(measured.update_seconds)))
     return [str(measured.tensor_parallel), str(measured.micro_batch), before, blocks, *values]
 
 

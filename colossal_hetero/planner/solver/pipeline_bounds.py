@@ -58,7 +58,6 @@ class PipelineBounds:
         sent = smallest_message(pool)
         self.transfer_seconds = min(channel.seconds(sent) for channel in pool.links.channels)
         """Shortest possible transfer between stages, one way: over the fastest channel of the pool."""
-        self.schedule_seconds = min(kind.costs.schedule_seconds for kind in self.kinds)
         seconds = np.maximum(np.array([kind.block_seconds for kind in self.kinds]), 1e-15)
         self.blocks = seconds.shape[1]
         shares = (seconds / seconds.sum(axis=1, keepdims=True)).mean(axis=0)
@@ -144,7 +143,7 @@ class PipelineBounds:
         balanced = 1.0 / ((1.0 / self.work_seconds) @ slots)
         steps = list(self._turns(slots, np.maximum(levels[np.minimum(level, last)], balanced)))
         sums = [self._min_sum(slots, step / self.work_seconds[:, None]) for step in steps]
-        stages, hop = slots.sum(axis=0), self.transfer_seconds + self.schedule_seconds
+        stages, hop = slots.sum(axis=0), self.transfer_seconds
         first = np.stack(sums) * (1 - 1e-9) + 2 * (stages - 1) * hop + self._update / stages
         return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
 

@@ -87,15 +87,13 @@ def _work_seconds(slots: Sequence[Slot], micro_batches: int) -> _Floats:
 
 
 def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> _Floats:
-    """:func:`_work_seconds` with transfers and the schedule."""
+    """:func:`_work_seconds` with transfers."""
     seconds = _work_seconds(slots, micro_batches)
-    stages, size = len(slots), seconds.shape[1]
-    for stage, slot in enumerate(slots):
-        seconds[stage] += slot.costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
-        if stage + 1 < stages:
-            sent = slot.costs.hop_seconds(hops[stage])[stage + 1 : stage + 1 + size]
-            seconds[stage] += sent
-            seconds[stage + 1] += sent[:, None]
+    size = seconds.shape[1]
+    for stage, (slot, hop) in enumerate(zip(slots[:-1], hops, strict=True)):
+        sent = slot.costs.hop_seconds(hop)[stage + 1 : stage + 1 + size]
+        seconds[stage] += sent
+        seconds[stage + 1] += sent[:, None]
     return seconds
 
 
@@ -240,12 +238,10 @@ class AllCuts:
     def _stage(self, stage: int, slot: Slot) -> tuple[_Floats, _Floats, NDArray[np.int64]]:
         key = stage, slot
         if key not in self._stages:
-            stages = self.bounds.shape[1] - 1
             start, stop = self.bounds[:, stage], self.bounds[:, stage + 1]
             sums = slot.costs.cumulative
             work = sums.forward_seconds + sums.backward_seconds
-            schedule = slot.costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
-            seconds = work[stop] - work[start] + schedule
+            seconds = work[stop] - work[start]
             most = self._max_micro_batches(stage, slot.costs, slot.memory_bytes)
             if slot.recomputed is not None:
                 more = self._max_micro_batches(stage, *slot.recomputed)

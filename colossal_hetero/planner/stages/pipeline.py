@@ -9,8 +9,6 @@ The time is AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t`` (docs/algorithms.md
 first micro-batch passes through the empty pipeline, each further one takes a period of the longest stage.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ class Slot:
 @dataclass(frozen=True)
 class PipelineCost:
     """Time and memory of a split, by stage, by the formula (AutoHet, Eq. 1, without gradient synchronization).
-    Times of passes, transfers and the schedule are per micro-batch."""
+    Times of passes and transfers are per micro-batch."""
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
@@ -47,11 +45,10 @@ class PipelineCost:
     """Time in steady state: one hop over each of the stage's two cuts."""
     hop_seconds: tuple[float, ...]
     """One transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
-    schedule_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
     stage_seconds: tuple[float, ...]
-    """t: forward, backward, transfer and schedule time."""
+    """t: forward, backward and transfer time."""
     fits: bool
     seconds: float
     """``Σ t + (K − 1)·max t`` plus the longest update."""
@@ -64,11 +61,10 @@ def evaluate(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int,
 
     A transfer keeps both of its stages busy, because the sender waits until the receiver has taken the message, as in
     Colossal-AI's schedule with NCCL. Activations and gradients are sent at the same time in steady state, so a stage
-    spends one hop on each of its cuts per micro-batch, and ``Σ t`` contains every hop twice. The schedule itself takes
-    time on both sides of a cut; a single stage has no schedule. Under 1F1B, stage s holds the activations of
-    ``min(K, P − s)`` micro-batches.
+    spends one hop on each of its cuts per micro-batch, and ``Σ t`` contains every hop twice. Under 1F1B, stage s holds
+    the activations of ``min(K, P − s)`` micro-batches.
     """
-    forward, backward, schedule, update, memory = [], [], [], [], []
+    forward, backward, update, memory = [], [], [], []
     stages = len(slots)
     fits, may_recompute, recompute = True, False, [False] * stages
     sent = [0.0]
@@ -88,19 +84,17 @@ def evaluate(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int,
         fits = fits and used <= available
         forward.append(forwards[stop] - forwards[start])
         backward.append(backwards[stop] - backwards[start])
-        schedule.append(costs.schedule_seconds * ((s > 0) + (s + 1 < stages)))
         update.append(updates[stop] - updates[start])
         if s + 1 < stages:
             sent.append(_seconds_sent(hops[s], float(costs.output_bytes[stop - 1])))
     sent.append(0.0)
     transfer = [before + after for before, after in itertools.pairwise(sent)]
-    times = [sum(parts) for parts in zip(forward, backward, transfer, schedule, strict=True)]
+    times = [sum(parts) for parts in zip(forward, backward, transfer, strict=True)]
     return PipelineCost(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
         transfer_seconds=tuple(transfer),
         hop_seconds=tuple(sent[1:-1]),
-        schedule_seconds=tuple(schedule),
         update_seconds=tuple(update),
         memory_bytes=tuple(memory),
         stage_seconds=tuple(times),

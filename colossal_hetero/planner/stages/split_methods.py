@@ -4,8 +4,6 @@ Colossal-AI's equal parts, Holmes' partition by speed, AutoHet's balance, and ``
 ``fixed_order.py``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -26,12 +24,8 @@ def split(
     below: float = math.inf,
 ) -> tuple[int, ...]:
     """Bounds of the stages in these slots, in this order; ``hops`` are the channels between them, ``[stages − 1]``.
-
-    ``exact`` has the smallest seconds of :func:`.evaluate`, without updates, of all splits that fit in memory.
-    ``adapt`` and ``autohet`` also respect memory; for ``uniform`` and ``holmes``, check that the split fits.
-
-    Raises:
-        ValueError: if no split fits in memory, or (``exact``) none takes less than ``below`` seconds.
+    ``exact`` has the smallest seconds of :func:`.evaluate`, without updates, of all splits that fit in memory, and has
+    to take less than ``below``. ``adapt`` and ``autohet`` also respect memory; ``uniform`` and ``holmes`` do not.
     """
     stages, blocks = len(slots), len(slots[0].costs.forward_seconds)
     if stages > blocks:

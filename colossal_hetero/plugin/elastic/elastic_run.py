@@ -32,12 +32,22 @@ from ...common.methods import wrap_method
 from ...common.ranks import is_lost_connection, of_every_rank, print_on_rank_0
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.config import ElasticConfig
-from ...elastic.held_layers import CatchUp, Held, HeldLayers, Recovery, RecoveryDecision, Standing, agree
+from ...elastic.held_layers import (
+    CatchUp,
+    Evaluations,
+    Held,
+    HeldLayers,
+    Recovery,
+    RecoveryDecision,
+    Standing,
+    agree,
+    has_to_repeat,
+    is_joined_inside,
+)
 from ...layers.dropout import SeededPasses
 from ...planner.cost.runnable import NoPlanError
 from ..replicas.replica_gradients import Commit, exchange
 from ..training_objects import TrainingObjects
-from .evaluations import Evaluations, has_to_repeat, is_joined_inside
 from .members import Members
 from .planning import WaitForNodes
 from .session import NOTHING, START_AGAIN, Session, StateLost, receive_state, release_state, restore

@@ -23,9 +23,8 @@ from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import why_not_unequal
 from ..training_objects import check_option
-from .members import Members
+from .members import SECONDS_PER_LOOK, Members
 
-SECONDS_PER_LOOK = 0.1  # between two looks who has come
 SHARD_COPIES = 2  # ranks that hold each shard of an optimizer's state
 
 

@@ -234,13 +234,9 @@ def _mean_seconds(passes: list[_Pass]) -> float:
 
 
 class DriftWatch:
-    """Compares the times of stages and links with the plan after every ``interval`` iterations. Used by all ranks.
-
-    Args:
-        passes: the schedule that runs this rank's passes, or the clock of an idle rank.
-        topology: the machines that links are compared with; None: they are not.
-        propose: finds a better plan for what is measured; None: nothing is proposed or printed.
-    """
+    """Compares the times of stages, and of links if the machines are known, with the plan after every ``interval``
+    iterations. If ``propose`` finds better plans, what differs is printed with one. Used by all ranks; ``passes`` is
+    the schedule of this rank's passes, or the clock of an idle rank."""
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...checkpoint.run_states import random_state_of, restore_process
+from ...colossalai_support.corrections import OWN_PACKAGES, is_from
 from ...common.methods import wrap_method
 from ...common.ranks import from_rank_0, of_every_rank, print_on_rank_0
 from ...common.text import duration, spans
@@ -66,6 +67,7 @@ from .planned_mesh import MakeGroup
 
 log = logging.getLogger(__name__)
 
+LIBRARIES = (*OWN_PACKAGES, "torch")
 SLOW = 2.0
 """Times that a stage takes longer than another one from which on a plan without its devices is looked for."""
 
@@ -424,23 +426,14 @@ def _hooks_of(model: nn.Module) -> Iterator[tuple[str, object]]:
     """Hooks of modules and parameters, with names, except those of the libraries that divide and balance the model."""
     for name, module in model.named_modules():
         for kind in HOOKS:
-            yield from ((name, hook) for hook in getattr(module, kind).values() if _is_of_script(hook))
+            yield from ((name, hook) for hook in getattr(module, kind).values() if not is_from(hook, LIBRARIES))
     for name, parameter in model.named_parameters():
         for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-            yield from ((name, hook) for hook in (hooks or {}).values() if _is_of_script(hook))
-
-
-def _is_of_script(hook: object) -> bool:
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.partition(".")[0] not in ("colossal_hetero", "colossalai", "torch")
+            yield from ((name, hook) for hook in (hooks or {}).values() if not is_from(hook, LIBRARIES))
 
 
 def follows(planning: PlanConfig, arguments: Mapping[str, Any], is_elastic: bool) -> bool:
-    """True if the run's plan follows the speeds of devices.
-
-    Raises:
-        ValueError: ``follow_speed=True``, and these arguments of the plugin do not allow it.
-    """
+    """True if the run's plan follows the speeds of devices; ``ValueError`` if it should and cannot."""
     wanted = planning.follow_speed
     reason = _why_not_follow(planning, arguments, is_elastic)
     if wanted and reason is not None:

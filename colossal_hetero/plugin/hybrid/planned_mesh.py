@@ -11,7 +11,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -145,13 +144,11 @@ def make_group(
     network: Network,
     *,
     adapters: Mapping[str, Adapter] | None = None,
-    timeout: timedelta | None = None,
     new_group: Callable[..., Any] = dist.new_group,
 ) -> Any:
     """A process group over ``network`` with its communicator; ``GroupMember.NON_GROUP_MEMBER`` on other ranks. All
     ranks call this for all groups, in the same order."""
-    given = {"timeout": timeout, "pg_options": _options(network)}
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {} if (of_backend := _options(network)) is None else {"pg_options": of_backend}
     with environment(network.environment(adapters)):
         group = new_group(list(ranks), backend=network.backend, **options)
         if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -169,7 +166,7 @@ def _options(network: Network) -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     config: Any = getattr(options, "config", None)
-    # Older versions of torch take the network only from the environment.
+    # Some builds of torch take the network only from the environment.
     if hasattr(config, "net_name"):
         config.net_name = network.nccl_net
     return options

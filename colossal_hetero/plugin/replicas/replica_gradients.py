@@ -157,13 +157,6 @@ def find_shared_buckets(
     return SharedParameters(numbers, len(order), own_buckets)
 
 
-def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Norm of each tensor, float64; from torch 2.4 on with one kernel for many."""
-    if torch.__version__ < (2, 4):  # type: ignore[operator]
-        return [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
-    return torch._foreach_norm(tensors, 2, torch.float64)
-
-
 NOT_SUMMED = (
     "the plan's replicas are not alike, and these gradients are not summed over the ranks that hold a layer, because "
     "the backward pass ran outside booster.execute_pipeline; replace the forward and backward pass by "
@@ -202,7 +195,7 @@ class ReplicaGradients:
         counted = [gradient_of(each) for each in self._parameters if needs_norm and id(each) in self._counted]
         gradients = [each.detach() for each in counted if each is not None]
         if gradients:
-            squared = torch.stack(list(_norms(gradients))).square().sum()
+            squared = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
         else:
             squared = torch.zeros((), dtype=torch.float64, device=get_accelerator().get_current_device())
         used = [False] * self._total

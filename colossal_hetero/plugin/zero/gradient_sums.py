@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 from weakref import proxy
 
@@ -67,11 +66,9 @@ class GradientSums:
     last backward passes have added to all gradients of its bucket and of the buckets before it, as often as the passes
     before have. What is left, such as parameters that not all passes use, starts in :meth:`finish`.
 
-    Args:
-        start: starts the sum of a bucket.
-        watched: parameters whose gradients may be summed before :meth:`finish`.
-        one_group: all buckets are summed over the same ranks. Then a rank may wait for sums in a backward pass, so that
-            whole gradients are released early, and what came after its sum (:attr:`late`) can be summed again.
+    Only gradients of ``watched`` parameters are summed before :meth:`finish`. If all buckets are of ``one_group``, a
+    rank may wait for sums in a backward pass, so that whole gradients are released early, and what came after its sum
+    (:attr:`late`) can be summed again.
     """
 
     def __init__(
@@ -96,8 +93,11 @@ class GradientSums:
         self._summed: list[Parameter] = []  # whose gradients are sums
         self._running: deque[Finish] = deque()
         self.arrange(buckets)
-        ready = partial(_ready, proxy(self))
-        self.hooks = [parameter.register_post_accumulate_grad_hook(ready) for parameter in watched]
+        this = proxy(self)
+        self.hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda each: this.gradient_ready(each))
+            for parameter in watched
+        ]
 
     def arrange(self, buckets: Sequence[GradientBucket]) -> None:
         """Use these buckets from now on, in this order. No sum runs meanwhile."""
@@ -199,10 +199,6 @@ class GradientSums:
         self.started = 0
 
 
-def _ready(sums: GradientSums, parameter: Parameter) -> None:
-    sums.gradient_ready(parameter)
-
-
 def all_reduce_gradients(bucket: GradientBucket) -> Finish:
     """Start the sum of whole gradients, which every rank then has in ``parameter.grad``."""
     if not bucket.is_shared:
@@ -225,14 +221,10 @@ def scatter_gradients(
     copies: int = 1,
 ) -> Finish:
     """Start the sum of gradients, of which each of R ranks keeps a shard, as ZeRO's optimizer uses them: a gradient of
-    n elements is padded with zeros to a multiple of R, and the shard of rank r begins at ``r · ⌈n/R⌉``.
-
-    Args:
-        deliver: called with a parameter and this rank's shards, ``[⌈n/R⌉]`` each, in the gradient's type.
-        dtype: that of messages; None: the gradients' own.
-        divide: get the mean over ranks, not the sum.
-        copies: number of ranks that get each shard, with the same bits; see :func:`.slices_held`.
-    """
+    n elements is padded with zeros to a multiple of R, and the shard of rank r begins at ``r · ⌈n/R⌉``. ``deliver`` is
+    called with a parameter and this rank's shards, ``[⌈n/R⌉]`` each, in the gradient's type; ``dtype`` is that of
+    messages. With ``divide`` it is the mean over ranks. ``copies`` ranks get each shard, with the same bits
+    (:func:`.slices_held`)."""
     ranks = dist.get_world_size(bucket.group)
     held = slices_held(dist.get_rank(bucket.group), ranks, copies)
     sizes = [-(-parameter.numel() // ranks) for parameter in bucket.parameters]

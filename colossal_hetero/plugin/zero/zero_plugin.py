@@ -209,7 +209,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             precision=self.precision,
             replica_of=range(self.world_size),
             synchronize=zero_stages.synchronizer(int(self.stage), objects.model, objects.optimizer),
-            leaves=zero_stages.flat_parameters(objects.model),
+            leaves=[handle.flat_param for handle in zero_stages.fsdp_handles(objects.model)],
             max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips in its step
             profile=self._adapted,
         )

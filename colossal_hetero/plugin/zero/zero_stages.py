@@ -58,7 +58,7 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         super().__init__(optimizer, model)
         self._used: set[tuple[int, int]] = set()
-        self._handles = _handles(model)
+        self._handles = fsdp_handles(model)
         self._places: list[tuple[int, int]] = []  # number of the handle, and of a parameter in its flat parameter
         for number, handle in enumerate(self._handles):
             wrap_method(handle, "_get_unflat_views", partial(self._views, number))
@@ -193,13 +193,9 @@ def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[s
     return _ShardedStates(stage=stage, precision=precision, max_norm=max_norm, **options)
 
 
-def _handles(model: nn.Module) -> list[Any]:
+def fsdp_handles(model: nn.Module) -> list[Any]:
     shards: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     return [shard._handle for shard in shards if shard._handle is not None]
-
-
-def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
-    return [handle.flat_param for handle in _handles(model)]
 
 
 def synchronizer(stage: int, model: ModelWrapper, optimizer: OptimizerWrapper) -> Callable[[bool], None]:

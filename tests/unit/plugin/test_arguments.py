@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from colossal_hetero.planner.cluster.group_networks import Network
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.plugin.hybrid.optimizer_slots import HybridOptimizerMemory
+from colossal_hetero.plugin.hybrid.layer_balancing import HybridOptimizerMemory
 from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
 from colossal_hetero.plugin.hybrid.plugin_arguments import arguments_from_plan
 from colossal_hetero.plugin.zero.elementwise_updates import ELEMENTWISE, can_be_sharded, check_sharding

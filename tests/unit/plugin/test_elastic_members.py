@@ -11,9 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_hetero.elastic.held_layers import Standing
+from colossal_hetero.elastic.held_layers import Evaluations, Standing, has_to_repeat, is_joined_inside
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.plugin.elastic.evaluations import Evaluations, has_to_repeat, is_joined_inside
 from colossal_hetero.plugin.elastic.members import FORMED, own_kind, wait_for_the_first_world
 from colossal_hetero.plugin.elastic.planning import with_copied_shards
 from tests.support import elastic_jobs

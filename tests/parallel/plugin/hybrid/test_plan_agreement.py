@@ -24,7 +24,7 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfi
 from colossal_hetero.plugin.hybrid import plan_agreement
 from colossal_hetero.plugin.hybrid.live_plan import follows
 from tests.support import training
-from tests.support.checks import of_all_ranks, on
+from tests.support.checks import of_all_ranks, on, with_colossalai_passes
 from tests.support.layer_profiles import layer_times
 from tests.support.planned_runs import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_alone, train_planned
 from tests.support.planning import make_plan, planned
@@ -197,7 +197,7 @@ def t5() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
 
 
-@on(2)
+@with_colossalai_passes(2)
 def an_encoder_with_a_decoder_is_divided_by_colossalai() -> None:
     """As the refusal of a plan for it says."""
     ids = torch.randint(1, 64, (MICRO_BATCH * MICRO_BATCHES, 6), generator=torch.Generator().manual_seed(1))

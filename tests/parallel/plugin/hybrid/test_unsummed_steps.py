@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
-from tests.support.checks import on
+from tests.support.checks import on, with_colossalai_passes
 from tests.support.language_models import gpt2, tokens
 from tests.support.training import (
     CLASSES,
@@ -217,10 +216,8 @@ def language_pass(run: Trained, number: int, synced: bool = True) -> None:
             run.booster.backward(run.model(**inputs)["loss"] / 2, run.optimizer)
 
 
-@on(2)
+@with_colossalai_passes(2)
 def check_sequence_parallelism() -> None:
-    if IS_NEWER_THAN_COLOSSALAI:
-        return  # where it is refused
     run = boost(ours(tp_size=dist.get_world_size(), **SEQUENCE), gpt2(), sgd)
     language_pass(run, 0)
     language_pass(run, 1)

@@ -29,7 +29,7 @@ from colossal_hetero.plugin.zero import late_parameters
 from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
 from tests.support import training
-from tests.support.checks import on
+from tests.support.checks import on, with_colossalai_passes
 from tests.support.language_models import gpt2, tokens
 from tests.support.planned_runs import ZERO_BUBBLE
 from tests.support.training import assert_same_parameters, boost, make_step, ours, pipeline_step, sgd, theirs, tiny_vit
@@ -293,7 +293,7 @@ SEQUENCE = dict(
 )
 
 
-@on(4)
+@with_colossalai_passes(4)
 def a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
     common = dict(tp_size=2, pp_size=2, num_microbatches=2, precision="bf16", zero_stage=1, **MANY, **SEQUENCE)
     found = []
@@ -320,7 +320,7 @@ def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
     return list(run.parameters.values())
 
 
-@on(2)
+@with_colossalai_passes(2)
 def parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
     common = dict(tp_size=2, precision="fp32", **SEQUENCE)
     expected = train_accumulating(theirs(custom_policy=None, **common), first_is_summed=False)

@@ -108,10 +108,6 @@ def test_half_the_speed_and_a_micro_batch_in_between() -> None:
     # From factor 1 at one sample to factor 3 at four: 1 + 2·(2/3).
     np.testing.assert_allclose(costs.forward_seconds, np.array([1.5, 2.0, 3.25]) * (1 + 4 / 3))
     np.testing.assert_allclose(costs.activation_bytes, [3 * 18, 3 * 13, 3 * 22])
-    assert costs.schedule_seconds == 0
-    rows = [times(schedule_seconds=0.2), times(micro_batch=4, factor=3.0, schedule_seconds=0.5)]
-    mine = profile(times=rows, rank_devices=[])
-    assert [mine.costs("fast", 1, 2, speed=speed).schedule_seconds for speed in (1.0, 0.5)] == pytest.approx([0.3, 0.6])
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.sets(st.integers(1, 12), min_size=6, max_size=6))
@@ -150,7 +146,6 @@ def model(**changes: Any) -> ModelProfile:
             (0.5, *(float(size),) * 3, 0.25),
             micro_batch=size,
             update_seconds=(0.0, 6.0, 6.0, 6.0, 0.0),
-            schedule_seconds=0.1 * size,
         )
         for size in (1, 2, 8)
     )

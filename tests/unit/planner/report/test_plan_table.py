@@ -11,10 +11,10 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from colossal_hetero.cli.frameworks import training_call
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
-from colossal_hetero.planner.report.launch_commands import training_call
 from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan
 from colossal_hetero.planner.report.plan_table import one_line, render, rows, short_ranks
 from tests.support.figures import saved_figures

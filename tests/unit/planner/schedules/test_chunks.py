@@ -38,7 +38,7 @@ UNIT = GraphSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0, transf
 
 def equal_chunks(order: PassOrder, forward: float, backward: float) -> ChunkTimes:
     ones, zeros = np.ones(order.chunks), np.zeros(order.chunks)
-    return ChunkTimes(forward * ones, backward * ones, zeros, zeros, np.zeros(order.stages))
+    return ChunkTimes(forward * ones, backward * ones, zeros, np.zeros(order.stages))
 
 
 # Times -----------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_messages_in_one_direction_go_one_after_the_other() -> None:
     order = PassOrder(
         (0, 1), ((Pass("forward", 0, 0), Pass("forward", 0, 1)), tuple(Pass("forward", 1, n) for n in (0, 1)))
     )
-    times = ChunkTimes(np.ones(2), np.ones(2), np.zeros(2), np.array([3.0, 0.0]), np.zeros(2))
+    times = ChunkTimes(np.ones(2), np.ones(2), np.array([3.0, 0.0]), np.zeros(2))
     assert simulate_passes(order, times).tolist() == [2.0, 1.0 + 3.0 + 3.0 + 1.0]
     # With NCCL the second message leaves only after the first forward of the receiver, if that asks for it then.
     late = replace(order, receives_late=True)
@@ -116,7 +116,6 @@ def costs(draw: st.DrawFn, blocks: int) -> LayerCosts:
         gradient_bytes=scale,
         activation_bytes=0.5 * np.ones(blocks),
         output_bytes=np.ones(blocks),
-        schedule_seconds=draw(st.sampled_from([0.0, 0.1])),
     )
 
 
@@ -262,9 +261,9 @@ TRANSFERS = ["blocking", "overlapped"]
 ROUNDING = 1e-9
 
 
-def simulated(forward, backward, hops, count: int, transfers="blocking", schedule=0.0, update=0.0) -> Timeline:
-    each = np.ones(len(forward))
-    times = ChunkTimes(np.array(forward), np.array(backward), schedule * each, np.array([*hops, 0.0]), update * each)
+def simulated(forward, backward, hops, count: int, transfers="blocking", update=0.0) -> Timeline:
+    updates = np.full(len(forward), update)
+    times = ChunkTimes(np.array(forward), np.array(backward), np.array([*hops, 0.0]), updates)
     return Timeline(one_forward_one_backward(len(forward), count), times, transfers)
 
 
@@ -394,10 +393,9 @@ def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
     assert simulated([1.0] * 8, [2.0] * 8, [0.0] * 7, 32).shares[0].bubble == pytest.approx(7 / 39)
 
 
-def test_updates_are_at_the_end_and_half_of_the_schedule_with_each_pass():
+def test_updates_are_at_the_end():
     case = ([1.0, 3.0, 2.0], [2.0, 6.0, 4.0], [0.1, 0.1], 5)
-    timeline = simulated(*case, schedule=0.4, update=0.5)
-    alike = simulated([1.2, 3.2, 2.2], [2.2, 6.2, 4.2], *case[2:])
+    timeline, alike = simulated(*case, update=0.5), simulated(*case)
     assert timeline.stage_seconds == pytest.approx(alike.stage_seconds)
     assert timeline.seconds == pytest.approx(alike.seconds + 0.5)
     assert [events[-1].kind for events in timeline.events] == ["update"] * 3

@@ -66,7 +66,6 @@ def random_pipeline(random: np.random.Generator, max_slots: int = 4, max_blocks:
                 gradient_bytes=values(1, 3),
                 activation_bytes=values(1, 5),
                 output_bytes=values(1, 10) if random.random() < 0.5 else np.full(blocks, 3.0),
-                schedule_seconds=float(random.choice([0.0, 0.5, random.uniform(0, 9)])),
             ),
             float(random.choice([1e9, random.integers(5, 60)])),
         )
@@ -102,8 +101,8 @@ def plain_cost(pipeline: Pipeline, bounds: Bounds, *, updates: bool = True) -> t
         fits = fits and held <= slot.memory_bytes
         if s + 1 < stages:
             hop = hops[s].seconds(float(costs.output_bytes[bounds[s + 1] - 1]))
-            times[s] += hop + costs.schedule_seconds
-            times[s + 1] += hop + slots[s + 1].costs.schedule_seconds
+            times[s] += hop
+            times[s + 1] += hop
     return fits, sum(times) + (count - 1) * max(times) + (max(updating) if updates else 0.0)
 
 

@@ -18,7 +18,7 @@ from colossalai.shardformer import PipelineGradientCheckpointConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.cli.other_frameworks import DATA_FIRST, FRAMEWORKS, plan_for
+from colossal_hetero.cli.frameworks import DATA_FIRST, FRAMEWORKS, plan_for
 from colossal_hetero.cli.plan import plan as plan_command
 from colossal_hetero.planner.cost.plan import Plan
 from tests.support.machines import Nodes, machines
