@@ -1,7 +1,5 @@
 """Every code block of README and ``docs/`` runs here as it stands there, unless a comment above it says why not."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -60,9 +58,6 @@ def test_clusters_and_layouts_can_be_read(tmp_path: Path) -> None:
             assert all(read_layout(line) for line in block.text.splitlines()), block.name
 
 
-# Commands ------------------------------------------------------------------------------------------------------------
-
-
 def run_forked(words: list[str], folder: Path, environment: Mapping[str, str]) -> str:
     """What a command or torchrun prints, and messages of the package before it, without new interpreters."""
     if IS_THOROUGH:
@@ -102,8 +97,6 @@ def check_first_script(block: Block, printed: str, shown: str) -> None:
     )
     assert re.search(r"balancing\s+saved", shown) and re.search(r"balancing\s+(saved|cost)", printed)
 
-
-# Python --------------------------------------------------------------------------------------------------------------
 
 RANKS = {"checkpoints.md": 4}  # ranks that a page's blocks need; 2 in all other pages
 SAMPLES = {"README.md": 512, "data-parallel.md": 512, "planning.md": 256}

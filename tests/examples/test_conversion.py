@@ -1,7 +1,5 @@
 """Scripts for Colossal-AI become scripts for this package by at most three changed lines, and then show a report."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from unittest.mock import patch
@@ -80,7 +78,6 @@ plugin = HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, precisio
 
 
 def converted(text: str) -> str:
-    """With two lines changed, and one more."""
     theirs, ours, more = "HybridParallelPlugin", "HeteroHybridParallelPlugin", ""
     if theirs not in text:
         theirs, ours, more = "LowLevelZeroPlugin", "HeteroZeroPlugin", "global_batch_size=16, "
@@ -94,7 +91,6 @@ def converted(text: str) -> str:
 
 
 def run(texts: list[str]) -> list[str]:
-    """What the scripts print on this rank."""
     printed = []
     for text in texts:
         output = io.StringIO()

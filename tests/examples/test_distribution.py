@@ -1,7 +1,5 @@
 """The wheel and the source distribution: built from the tracked files, valid, and with what belongs into them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil
@@ -30,7 +28,6 @@ def tracked_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both distributions."""
     if not (REPOSITORY / ".git").exists():
         pytest.skip("only a clone knows which files are tracked")
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")

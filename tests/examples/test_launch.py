@@ -1,7 +1,5 @@
 """How the examples start their ranks, and how a run ends if a rank ends; the elastic example."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -82,7 +80,6 @@ class Run:
             time.sleep(0.05)
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of the rank with this number."""
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
                 if child.environ().get("RANK") == str(number):
@@ -90,7 +87,6 @@ class Run:
         raise AssertionError(f"rank {number} is not running")
 
     def end(self, timeout_seconds: float) -> tuple[int, str]:
-        """Wait until the command ends. Returns its exit status and its last line of output."""
         status = self.process.wait(timeout_seconds)
         self._reader.join(timeout_seconds)
         return status, self.lines[-1].strip() if self.lines else ""
@@ -147,9 +143,7 @@ def test_an_interrupt_ends_the_run_without_a_traceback(start: Callable[..., Run]
         ("language", "--context 1", "--context 1 leaves nothing to predict from"),
     ],
 )
-def test_every_example_can_be_started_by_its_path(
-    example: str, refused: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_example_can_be_started_by_its_path(example, refused, says, monkeypatch):
     """An invalid flag gives one line of output. A script tells its ranks to import the script itself."""
     path = REPOSITORY / "examples" / example / "train.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -247,7 +241,6 @@ def test_all_processes_of_a_node_end_with_it(tmp_path, monkeypatch):
 
 
 def wait_until(is_true) -> None:
-    """Wait for processes, which takes the system a moment."""
     deadline = time.monotonic() + 60
     while not is_true():
         assert time.monotonic() < deadline

@@ -1,7 +1,5 @@
 """The ViT, language, ZeRO and pipeline examples end to end: what they train, write and refuse."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Data-parallel training on a simulated clock: replicas with quotas, noise and slow data, which wait for each other."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The documentation agrees with the code: links, code blocks, flags, fields, citations, the picture of the rooms."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -57,17 +55,14 @@ def blocks(page: str, language: str | None = None) -> list[str]:
 
 
 def prose(page: str) -> str:
-    """A page without its code blocks."""
     return FENCE.sub("", PAGES[page])
 
 
 def code(page: str) -> list[str]:
-    """Lines of code blocks and inline code."""
     return [line for block in blocks(page) for line in block.splitlines()] + INLINE.findall(prose(page))
 
 
 def anchors(page: str) -> set[str]:
-    """Anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -116,7 +111,6 @@ LINES = [(page, line) for page in PAGES for line in code(page)]
 
 
 def flags_of_example(name: str, parser: str = "parse_options") -> set[str]:
-    """Flags in an example's help."""
     module = importlib.import_module(f"examples.{name}.options")
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):

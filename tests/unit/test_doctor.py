@@ -1,7 +1,5 @@
 """What the doctor says of windows of numbers, which is a pure function."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The column selectors against brute force, and what the incremental update of priorities is for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

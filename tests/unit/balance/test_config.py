@@ -1,7 +1,5 @@
 """What a balance configuration refuses, and how it says so; and that deciding needs no torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

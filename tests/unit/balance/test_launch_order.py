@@ -1,7 +1,5 @@
 """Over NCCL, balancing needs operations of two communicators to run in the order in which they were launched."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

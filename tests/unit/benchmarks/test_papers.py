@@ -1,11 +1,8 @@
 """Figures of the papers, AutoHet's groups against all others, a trace by hand; the GPU suite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -77,9 +74,7 @@ def exhaustive(
     most=st.sampled_from([2, 4, 6]),
     groups=st.sampled_from([None, 1, 2, 3]),
 )
-def test_as_good_as_exhaustive_search(
-    counts: tuple[int, ...], powers: list[float], memory: list[float], most: int, groups: int | None, **given: Any
-) -> None:
+def test_as_good_as_exhaustive_search(counts, powers, memory, most, groups, **given):
     kinds = [MemberKind(*each) for each in zip(powers, memory, counts, strict=False)]
     model_bytes, micro_batches = given["model_bytes"], given["micro_batches"]
     found = find_grouping(kinds, model_bytes, micro_batches, max_members=most, groups=groups)

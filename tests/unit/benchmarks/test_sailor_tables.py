@@ -1,7 +1,5 @@
 """Published tables of real GPUs, predictions of plans that others measured, and plans of peers as layout lines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import mean, median
 from typing import Any

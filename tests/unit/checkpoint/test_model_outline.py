@@ -1,7 +1,5 @@
 """Names, layers and groups of a model's tensors; boxes of tensors; slices of masters, each on two ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """``batches``, ``checkpoint``, ``evaluate``, ``estimate``: what they print and write; what commands import."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -109,7 +107,6 @@ def test_the_package_is_the_command() -> None:
 
 
 def test_unneeded_packages_are_not_imported(tmp_path: Path) -> None:
-    """One process runs all commands that need no torch."""
     checkpoints, out = tmp_path / "checkpoints", tmp_path / "plan.json"
     save_steps(checkpoints, 10)
     few = ["--global-batch", 32, "--top", 1, "--micro-batch", 4]
@@ -288,7 +285,6 @@ LAYOUT = "dp 4 x pp [A100-40 0-23], micro-batch 1 x 32"
 
 
 def test_files_with_odd_names(tmp_path: Path) -> None:
-    """With brackets, or two of the same name."""
     path = tmp_path / "run[1].json"
     assert run("evaluate", LAYOUT, *FILES, "--out", path).exit_code == 0
     assert run("evaluate", path, *FILES).exit_code == 0

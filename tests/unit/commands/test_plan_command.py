@@ -1,7 +1,5 @@
 """``colossal-hetero plan``, ``simulate`` and ``rent``: what they print and write, and their errors."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -51,7 +49,6 @@ def profile(parameter_bytes: int = 10**6, update_seconds: float = 1e-4) -> Model
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A cluster file and a profile file."""
     cluster, layers = tmp_path / "cluster.toml", tmp_path / "profile.json"
     cluster.write_text(CLUSTER)
     save_profile(profile(), layers)

@@ -1,7 +1,5 @@
 """Ranks that are started on this machine end with the process that started them; lost connections; wrapped methods."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ calls are in the order that it relies on. A version that moved something is told
 A new use of a private name needs a line in ``names.txt``.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -64,7 +62,6 @@ UNSPELLED = {
 
 
 def contracts() -> dict[str, dict[str, list[str] | None]]:
-    """Names by owner, each with its parameters if they matter."""
     text = re.sub(r"^#.*$", "", Path(__file__).with_name("names.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
     found: dict[str, dict[str, list[str] | None]] = {}
     for owner, names in re.findall(r"^(\S+):((?:.|\n(?=\s))*)", text, re.MULTILINE):
@@ -218,7 +215,6 @@ def parameters(function: ast.AST | None) -> tuple[list[str], set[str]]:
 
 
 def calls(function: ast.AST | None) -> list[str]:
-    """Last names of what a function calls, in the order of its lines."""
     assert isinstance(function, Function)
     found = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     found.sort(key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0))
@@ -227,7 +223,6 @@ def calls(function: ast.AST | None) -> list[str]:
 
 @cache
 def modules() -> dict[str, list[ast.AST]]:
-    """All nodes of each module of this package."""
     names = [each.name for each in pkgutil.walk_packages(colossal_hetero.__path__, "colossal_hetero.")]
     return {each: list(ast.walk(_source(importlib.import_module(each)))) for each in names if "__main__" not in each}  # type: ignore[arg-type]
 

@@ -1,7 +1,5 @@
 """The batches that a training loop receives, with and without worker processes. A loader stands for each rank."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable, Iterator
@@ -40,8 +38,6 @@ class Numbers(Dataset[int]):
 
 
 class Draws(Numbers):
-    """Every sample is three random numbers: one from Python, one from numpy and one from torch."""
-
     def __getitem__(self, index: int) -> Any:
         return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
 
@@ -87,7 +83,6 @@ def flat(parts: Iterable[list[int]]) -> list[int]:
 
 
 def together(parts: list[list[list[int]]]) -> list[list[int]]:
-    """The global batches: the samples of all ranks in rank order."""
     return [flat(shares) for shares in zip(*parts, strict=True)]
 
 
@@ -281,9 +276,7 @@ def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
     assert len(loader) == len(iter(loader)) == len(list(loader)) == 4  # type: ignore[arg-type]
 
 
-def test_means_are_kept_apart_by_their_names_and_asked_for_in_every_micro_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_means_are_kept_apart_by_their_names_and_asked_for_in_every_micro_batch(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     for division in ([[9], [0]], [[5, 4], [0, 0]]):
         loader = make_loader(Numbers(18), 9, 0, 2)
@@ -367,7 +360,6 @@ SIZE, GLOBAL_BATCH = 50, 12
 
 
 def replicas(count: int, **options: Any) -> list[ResumableDataLoader]:
-    """The loaders of all replicas, which share global batches of twelve samples."""
     found: list[Any] = []
     for rank in range(count):
         sampler: DistributedSampler[int] = DistributedSampler(range(SIZE), count, rank, shuffle=True, drop_last=True)  # type: ignore[arg-type]
@@ -377,7 +369,6 @@ def replicas(count: int, **options: Any) -> list[ResumableDataLoader]:
 
 
 def global_batches(loaders: list[ResumableDataLoader], epoch: int, stop: int | None = None) -> list[set[int]]:
-    """The samples of each global batch of an epoch, up to the ``stop``-th."""
     batches: list[set[int]] = []
     for loader in loaders:
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """Which micro-batch each pass of a loop belongs to, by its calls or by tensors, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections import UserDict

@@ -1,7 +1,5 @@
 """Every sample is drawn once, and no division changes global batches or augmentation. A sampler stands for a rank."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random
@@ -24,8 +22,6 @@ Drawn = list[tuple[Any, list[int]]]
 
 
 def random_division(salt: int, ranks: int) -> Division:
-    """A random division: ranks without samples, micro-batches of size 0, different numbers of micro-steps."""
-
     def division(samples: int) -> list[list[int]]:
         rng = random.Random(f"{salt} {samples}")
         shares: list[list[int]] = [[0] * rng.randint(1, 3) for _ in range(ranks)]
@@ -58,7 +54,6 @@ def global_batches(draws: list[Drawn]) -> dict[int, list[int]]:
 
 
 def expected(size: int, batch: int, epoch: int, shuffle: bool = True, drop_last: bool = False) -> dict[int, list[int]]:
-    """The global batches according to torch's ``DistributedSampler``."""
     whole: DistributedSampler[int] = DistributedSampler(range(size), 1, 0, shuffle=shuffle, seed=7)  # type: ignore[arg-type]
     whole.set_epoch(epoch)
     order = list(whole)
@@ -115,7 +110,6 @@ def test_a_new_division_keeps_the_global_batches(case: tuple, data: st.DataObjec
 
 @given(cases, st.data())
 def test_resuming_draws_the_remaining_global_batches(case: tuple, data: st.DataObject) -> None:
-    """After resuming, the number of ranks and the division may be different."""
     (size, batch), ranks, shuffle, drop_last, epoch, salt = case
     options: dict[str, Any] = {"shuffle": shuffle, "drop_last": drop_last}
     (saved, *_) = samplers(size, batch, ranks, salt, **options)
@@ -164,12 +158,7 @@ def test_states_that_do_not_fit() -> None:
         sampler.load_state_dict({})
 
 
-# Seeded samples ------------------------------------------------------------------------------------------------------
-
-
 class Noisy(Dataset[Tensor]):
-    """Each sample is its index and random numbers of torch, NumPy and Python."""
-
     name = "noisy"
 
     def __len__(self) -> int:
@@ -181,7 +170,6 @@ class Noisy(Dataset[Tensor]):
 
 
 def samples_of(division: Sequence[int], num_workers: int = 0, epoch: int = 0, seed: int = 7) -> Tensor:
-    """All samples of an epoch in its order, each loaded by its rank."""
     parts = []
     for rank in range(len(division)):
         loader = make_loader(

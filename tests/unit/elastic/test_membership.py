@@ -1,7 +1,5 @@
 """One member with a store in the same process: its environment, who joins, what ends with a world; notices, signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -50,9 +48,7 @@ def port() -> Iterator[int]:
     yield server.port
 
 
-def test_one_line_says_that_members_are_missing(
-    port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_line_says_that_members_are_missing(port, capsys, monkeypatch):
     monkeypatch.setattr(rendezvous, "SECONDS_PER_NOTICE", 0.1)
     member = Membership(
         "127.0.0.1", port, "j", "n", min_members=2, max_members=2, timing=MembershipTiming(join_limit_seconds=0.5)
@@ -263,7 +259,6 @@ def test_a_worker_that_does_not_come_is_waited_for_up_to_the_limit() -> None:
 
 @pytest.fixture
 def received() -> Iterator[list[int]]:
-    """Signals that reach the handler which was there before the notice."""
     numbers: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
     yield numbers

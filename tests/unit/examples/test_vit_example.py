@@ -1,7 +1,5 @@
 """The ViT example's command line, its checks and its report, without ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``hetero_policy`` replaces only the parallel linear layers; lack of memory is recognized and foreseen."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

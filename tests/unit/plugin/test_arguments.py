@@ -1,7 +1,5 @@
 """Arguments of the plugins: ZeRO stages, optimizers, checkpoints, what follows from a plan, allowed plans."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,9 +50,6 @@ def test_devices_of_two_kinds_do_not_shard_parameters_and_need_gloo() -> None:
         stages_for([0], [cpu, over_nccl])
 
 
-# Optimizers ---------------------------------------------------------------------------------------------------------
-
-
 VALUES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -102,9 +97,6 @@ def test_other_optimizers_must_say_that_they_are_elementwise() -> None:
         check_sharding(Own([Parameter(VALUES)], lr=0.1), "stage", 2, distributed=True)
 
 
-# Checkpoints --------------------------------------------------------------------------------------------------------
-
-
 def groups(stage: int, *names: str) -> list[dict[str, Any]]:
     """One group for each text, with a parameter for each of its letters."""
     starts = [sum(map(len, names[:index])) for index in range(len(names))]
@@ -142,9 +134,6 @@ def test_a_script_without_a_launcher_is_told_how_to_start(monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.argv", ["/somewhere/bert.py"])
     with pytest.raises(RuntimeError, match=r"torchrun --standalone --nproc-per-node 2 bert\.py$"):
         colossalai.launch_from_torch()
-
-
-# Plans --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_zero_stage_follows_from_the_plan_in_stage_1_only() -> None:

@@ -1,7 +1,5 @@
 """Stage times against the plan: how they are measured, on a simulated device, and what is reported."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -106,9 +104,6 @@ def test_first_iterations_do_not_count(device: Device) -> None:
             watch.tick()
     assert watch.report is not None and not watch.report.drifted
     assert [stage.ratio for stage in watch.report.stages] == [pytest.approx(1.0)]
-
-
-# Reports ------------------------------------------------------------------------------------------------------------
 
 
 def two_stages(layers: tuple[int, int] = (4, 4), **changes: Any) -> Plan:

@@ -1,7 +1,5 @@
 """Members of an elastic job: their places in the cluster, the first world, and evaluations in which one is lost."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -64,9 +62,6 @@ def test_it_ends_without_the_others() -> None:
     waiting.join(30)
     assert not waiting.is_alive()
     wait_for_the_first_world(board, 9, 60.0)
-
-
-# Evaluations --------------------------------------------------------------------------------------------------------
 
 
 def standing(evaluations: int, has_results: bool | None) -> Standing:

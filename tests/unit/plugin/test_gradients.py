@@ -1,7 +1,5 @@
 """When sums of gradients start, buckets of unequal replicas, agreement on a step, parameters that arrive late."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -74,7 +72,6 @@ def backward(model: nn.Module, times: int, sums: GradientSums | None = None) -> 
 
 
 def check_twice(model: nn.Sequential, run: Callable[[nn.Sequential], object]) -> None:
-    """The gradients are twice those after ``run`` in one process."""
     alone = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
     alone.load_state_dict(model.state_dict())
     run(alone)
@@ -230,9 +227,6 @@ def test_no_rank_waits_for_a_sum_that_never_starts(sizes: list[int], cuts: list[
             queues[rank].pop(0)
 
 
-# Commit -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A world of one rank; a list with an element for each message that the host reads."""
@@ -246,7 +240,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gradients_of(parameters: list[Parameter], used: int) -> ReplicaGradients:
-    """The first ``used`` parameters got a gradient."""
     numbers = {id(each): number for number, each in enumerate(parameters)}
     shared = SharedParameters(numbers, len(parameters), (GradientBucket(Mock(), tuple(parameters)),))
     gradients = ReplicaGradients(shared, Mock(), lambda bucket: lambda: None, sharded=False, early=False)
@@ -314,7 +307,6 @@ def start(late: LateParameters, parameters: list[Parameter], value: float) -> No
 
 
 def waits(stream: FakeStream) -> list[Any]:
-    """What a stream has waited for since the last call."""
     done, stream.done = stream.done, []
     return [each[1] for each in done if isinstance(each, tuple) and each[1] is not stream]
 

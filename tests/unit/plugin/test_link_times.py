@@ -1,7 +1,5 @@
 """Times of messages between ranks whose clocks differ, and which links they show as slow."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -150,9 +148,7 @@ def test_a_link_that_is_not_measured_now_stays_known() -> None:
 @pytest.mark.parametrize(
     "factors, expected", [([1, 1, 5, 1, 1], [4]), ([1, 5, 0.2, 5, 1], [4]), ([1, 1, 1, 1, 1], [3])]
 )
-def test_a_change_of_stages_waits_for_one_window_if_a_link_may_have_changed_too(
-    factors: list[float], expected: list[int]
-) -> None:
+def test_a_change_of_stages_waits_for_one_window_if_a_link_may_have_changed_too(factors, expected):
     """Stages change in the second window, which the third one confirms."""
     plan, plugin, windows = make_plan([[[0], [1]]], (3, 3)), SimpleNamespace(), list[int]()
     live = LivePlan(plugin, {})

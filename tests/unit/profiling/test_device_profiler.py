@@ -1,7 +1,5 @@
 """Profiling on a simulated device; memory limits, and errors that mean out of memory."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import math
@@ -237,7 +235,6 @@ def test_a_size_that_fits_only_once_is_rejected() -> None:
 
 @contextmanager
 def address_space(room: int) -> Iterator[int]:
-    """Limit the address space to ``room`` bytes above the mapped memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + room
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

@@ -1,7 +1,5 @@
 """The layer profiler on a simulated clock, a model that is not changed, the memory of layers."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 from functools import partial
@@ -56,7 +54,6 @@ def test_layer_times_are_those_of_the_simulated_clock(clock: SimulatedClock) -> 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("quota", [1 / 2, 1 / 4])
 def test_a_cpu_quota_slows_layers_by_its_share(monkeypatch: pytest.MonkeyPatch, quota: float, threads: int) -> None:
-    """Most passes have no pause, some a long one."""
     clock = SimulatedClock(quota, threads)
     use_clock(clock, monkeypatch)
     seconds = 6.0 if threads == 1 else 20.0
@@ -134,8 +131,6 @@ def test_state_is_counted(optimizer: str, precision: str, factor: float) -> None
 
 
 class Linear(nn.Module):
-    """Keeps its input and its output for the backward pass."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)

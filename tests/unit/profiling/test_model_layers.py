@@ -1,7 +1,5 @@
 """The blocks are those that Colossal-AI counts; bytes equal the formulas; profiles of several degrees are merged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -98,8 +96,6 @@ def test_other_models_have_the_same_blocks_or_are_refused() -> None:
 
 
 class Twice(nn.Module):
-    """Runs its blocks twice, which is not possible in a pipeline."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))

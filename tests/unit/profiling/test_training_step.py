@@ -1,7 +1,5 @@
 """The measured step: the user's model and data, kinds of losses, state that trials leave as it is."""
 
-from __future__ import annotations
-
 import gc
 import math
 import random
@@ -34,8 +32,6 @@ from tests.support.snapshots import snapshot
 
 
 class Transformer(nn.Module):
-    """Has the call signature of models of ``transformers``."""
-
     def __init__(self, with_loss: bool) -> None:
         super().__init__()
         self.with_loss = with_loss
@@ -89,8 +85,6 @@ def test_any_number_of_samples_can_be_run_in_training_mode() -> None:
 
 
 class Outputs:
-    """What a model returns; tensors are in attributes."""
-
     def __init__(self, values: torch.Tensor) -> None:
         self.values = {"hidden": [values * 2], "logits": values * 3}
 
@@ -305,8 +299,6 @@ class Clock:
 
 
 class Slow(torch.optim.AdamW):
-    """Takes a second per element on the clock."""
-
     def step(self, closure: Any = None) -> None:
         super().step(closure)
         Clock.now += sum(each.numel() for group in self.param_groups for each in group["params"])

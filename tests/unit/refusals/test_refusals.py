@@ -4,8 +4,6 @@
 ``files.txt`` changes of valid files.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

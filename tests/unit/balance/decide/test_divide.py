@@ -1,7 +1,5 @@
 """From shares to ranges of units: sums, coverage, grains, the paper's numbering, and traffic."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Decisions: ratios, plans of shares and of whole units, their costs, and when a plan is kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -169,9 +167,7 @@ def test_fixed_ratio_goes_to_slow_ranks_or_to_all(every_rank: bool, expected: tu
     st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 100)), min_size=1, max_size=12),
     st.floats(0, 1),
 )
-def test_layer_ratios_keep_the_budget_or_are_algorithm_1(
-    ratio: float, layers: list[tuple[float, float]], decay: float
-) -> None:
+def test_layer_ratios_keep_the_budget_or_are_algorithm_1(ratio, layers, decay):
     shares, costs = zip(*layers, strict=True)
     ratios = layer_ratios(ratio, shares, costs, Pruning(priority="priority-diff", decay=decay), 0.9)
     assert (ratios >= 0).all() and (ratios <= 0.9 + 1e-9).all()
@@ -328,15 +324,7 @@ EVEN = (64, 64)
         (2.0, 0.0, (45, 83), 0.05, 0.0, True, "migration pays: 1.34 s in blocks with, 2 s without"),
     ],
 )
-def test_counts_change_if_that_gains_enough(
-    slowdown: float,
-    per_unit: float,
-    current: tuple[int, int],
-    uncertainty: float,
-    fixed: float,
-    stays: bool,
-    words: str,
-) -> None:
+def test_counts_change_if_that_gains_enough(slowdown, per_unit, current, uncertainty, fixed, stays, words):
     counts, note = decide_counts([problem(64, (slowdown, 1.0), per_unit)], (current,), uncertainty, fixed)
     assert (counts == (current,)) == stays and note.startswith(words)
     assert counts == (EVEN,) or "cannot pay" not in note
@@ -413,9 +401,7 @@ def test_a_rank_that_gives_units_of_one_kind_is_relieved_even_if_it_takes_others
         (NOBODY, (0, 80, 0, 0), 50, False),
     ],
 )
-def test_units_are_given_away_when_a_relieved_rank_was_slow_for_long(
-    plan: BalancePlan, relieved: tuple[int, ...], after: int | None, wanted: bool
-) -> None:
+def test_units_are_given_away_when_a_relieved_rank_was_slow_for_long(plan, relieved, after, wanted):
     assert wants_resharding(plan, relieved, after) is wanted
 
 

@@ -1,7 +1,5 @@
 """Mode auto's plans against everything else that is allowed, and SEMI's Eq. 2, Eq. 3 and Algorithm 2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -220,9 +218,7 @@ several = st.lists(st.floats(1.2, 10), min_size=2, max_size=4)
 
 
 @given(several, st.integers(1, 4), st.tuples(*[share] * 4), st.floats(0, 0.9))
-def test_no_number_of_migrating_stragglers_is_faster(
-    slowdowns: list[float], healthy: int, costs: Any, cap: float
-) -> None:
+def test_no_number_of_migrating_stragglers_is_faster(slowdowns, healthy, costs, cap):
     times = group(*slowdowns, *(1.0,) * healthy, other=0.2)
     model = Costs(*costs)
     slowest = sorted(range(len(slowdowns)), key=lambda rank: (-slowdowns[rank], rank))

@@ -1,7 +1,5 @@
 """The clocks: which time counts as which part, and that on a GPU (here a fake one) the host never waits for it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,9 +91,7 @@ PASSES: list[tuple[str, float, int | None]] = [
 ]
 
 
-def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(
-    device: FakeDevice, host: HostSeconds
-) -> None:
+def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(device, host):
     cpu, gpu = CpuClock(), CudaClock()
     for clock in (cpu, gpu):
         iterate(clock, host, device, PASSES, after=8.0)  # the optimizer step

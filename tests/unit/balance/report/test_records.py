@@ -1,7 +1,5 @@
 """Records of all ranks together, the report's bounds against brute force, and sentences about changes of the plan."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -89,9 +87,7 @@ def test_lossless_seconds_by_bisection(times: list[tuple[float, float]]) -> None
 
 
 @given(st.integers(2, 16), st.floats(1, 50), seconds, st.floats(0, 10))
-def test_lossless_seconds_of_one_straggler_is_the_papers_bound(
-    ranks: int, slowdown: float, matmul: float, other: float
-) -> None:
+def test_lossless_seconds_of_one_straggler_is_the_papers_bound(ranks, slowdown, matmul, other):
     """``e / (e − 1 + 1/χ)`` of the homogeneous matmul time."""
     bound = ranks / (ranks - 1 + 1 / slowdown)
     found = lossless_seconds([other] * ranks, [matmul] * (ranks - 1) + [slowdown * matmul])
@@ -179,7 +175,6 @@ def migrating(share: float) -> BalancePlan:
     ],
 )
 def test_changes_are_told(changes: dict[int, BalancePlan], iterations: int, told: list[str]) -> None:
-    """What is said in iterations of 2 s without a plan, and of 1 s with one that migrates."""
     said: list[str] = []
     teller, moved = ChangeTeller(RANKS, said.append), False
     for iteration in range(iterations):

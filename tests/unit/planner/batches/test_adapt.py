@@ -1,7 +1,5 @@
 """ADAPT: ring orders compared with all permutations, the devices that are dropped, and links of a cluster file."""
 
-from __future__ import annotations
-
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
@@ -38,12 +36,8 @@ def link(ranks: tuple[int, int], protocol: str, latency: float, bytes_per_second
     return MeasuredLink(ranks=ranks, protocol=protocol, latency_seconds=latency, bytes_per_second=bytes_per_second)
 
 
-# Rings ---------------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def matrices(draw: st.DrawFn) -> np.ndarray:
-    """Matrices of directed edges, often with equal values."""
     count = draw(st.integers(1, 7))
     edge = draw(st.sampled_from([st.floats(0.01, 10), st.integers(1, 4).map(float)]))
     seconds = np.array(draw(st.lists(edge, min_size=count * count, max_size=count * count))).reshape(count, count)
@@ -92,9 +86,6 @@ def test_the_protocol_and_the_links_of_a_ring() -> None:
         mixed.protocol([2, 3])
 
 
-# Dropping ------------------------------------------------------------------------------------------------------------
-
-
 def adapt(curves: list[Curve], samples: int, stage: int, **network: Any) -> AdaptPlan:
     return adapt_module.adapt(lambda ranks: curves, samples, stage, RingNetwork(**{"message_bytes": 0, **network}))
 
@@ -141,9 +132,7 @@ def test_one_device_may_remain_and_one_that_holds_nothing_is_dropped_first() -> 
     st.floats(0.01, 1),
     st.randoms(use_true_random=False),
 )
-def test_costs_are_those_of_the_best_ring_and_batches(
-    devices: list[tuple[float, bool]], samples: int, stage: int, gloo: float, faster: float, random
-) -> None:
+def test_costs_are_those_of_the_best_ring_and_batches(devices, samples, stage, gloo, faster, random):
     """The cost is that of the best ring among all permutations of the kept devices. It is at most the cost of all
     devices and at least the cost of the best subset."""
     curves = [straight(seconds, 6) for seconds, _ in devices]
@@ -170,9 +159,6 @@ def test_costs_are_those_of_the_best_ring_and_batches(
     assert plan.cost_seconds >= min(map(cost, subsets)) * (1 - 1e-9)
     kept = [step.cost_seconds for step in plan.steps if step.kept]
     assert kept == sorted(kept, reverse=True) and kept[-1] == plan.cost_seconds
-
-
-# Links of a cluster file ---------------------------------------------------------------------------------------------
 
 
 def nics(**rates: float) -> tuple[Channel, ...]:

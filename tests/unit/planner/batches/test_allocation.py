@@ -1,7 +1,5 @@
 """Batch profiles, curves through measured points, and allocations against all others by enumeration."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -75,12 +73,8 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
         tiny.curves(2)
 
 
-# Time curves --------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
-    """Points whose times rise, except for noise."""
     batches = sorted(draw(st.sets(st.integers(1, 64), min_size=2, max_size=8)))
     times, time = [], draw(st.floats(0.001, 1.0))
     for _ in batches:
@@ -137,7 +131,6 @@ def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curv
 
 
 def noisy(seed: int, max_batch: int = 64) -> Curve:
-    """A curve through points of which each has an error of up to 4 %."""
     random = np.random.default_rng(seed)
     sizes = (1, 2, 8, 16, 32, 64)
     return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.96, 1.04) for size in sizes}, max_batch)
@@ -208,8 +201,6 @@ step_times = st.one_of(st.just(0.0), st.sampled_from([0.5, 4.0]), st.floats(0.01
 
 @st.composite
 def clusters(draw: st.DrawFn, most_kinds: int = 3, most_ranks: int = 4, smallest: int = 1) -> list[Curve]:
-    """Ranks of a few kinds, for a model that trains with at least ``smallest`` samples."""
-
     def curve() -> Curve:
         steps = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.7]), min_size=smallest - 1, max_size=smallest + 4))
         first = draw(st.sampled_from([0.1, 1.0, 3.0]))
@@ -319,9 +310,7 @@ def check_sound(
 @pytest.mark.parametrize("stage, accumulation, smallest", [*((*each, 1) for each in SETTINGS), *FOR_LARGER])
 @examples(ordinary=25, thorough=200)
 @given(st.data(), st.integers(1, 12), communications)
-def test_no_allocation_is_better(
-    stage: int, accumulation: str, smallest: int, data: st.DataObject, samples: int, communication: float
-) -> None:
+def test_no_allocation_is_better(stage, accumulation, smallest, data, samples, communication):
     curves = data.draw(clusters(smallest=data.draw(st.integers(smallest, 4)) if smallest > 1 else 1))
     step = data.draw(st.lists(step_times, min_size=len(curves), max_size=len(curves)))
     options = {"accumulation": accumulation, "communication_seconds": communication, "step_seconds": step}
@@ -338,9 +327,7 @@ def test_no_allocation_is_better(
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
 @examples(ordinary=12, thorough=180)
 @given(st.data(), st.integers(1, 300), communications, st.integers(1, 3))
-def test_exact_is_never_slower_than_the_simple_rules(
-    stage: int, accumulation: str, data: st.DataObject, samples: int, communication: float, smallest: int
-) -> None:
+def test_exact_is_never_slower_than_the_simple_rules(stage, accumulation, data, samples, communication, smallest):
     """Rules that cannot keep the smallest micro-batch say so."""
     curves = data.draw(clusters(4, 12, smallest))
     flops = data.draw(st.lists(st.floats(0.1, 10), min_size=len(curves), max_size=len(curves)))

@@ -1,7 +1,5 @@
 """The cluster file: reading, writing without loss, and error messages."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path

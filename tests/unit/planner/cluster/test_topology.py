@@ -1,7 +1,5 @@
 """Channels and networks of groups by hand; rings and hops step by step, and as in the plugin; presets of GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -70,9 +68,7 @@ def test_a_curve_is_a_parabola_over_the_logarithm_up_to_the_limit() -> None:
     st.floats(1e8, 1e12),
     st.lists(st.floats(1, 1e15), min_size=2, max_size=20).map(sorted),
 )
-def test_no_message_takes_longer_than_a_larger_one(
-    curve: tuple[float, float, float], most: float, messages: list[float]
-) -> None:
+def test_no_message_takes_longer_than_a_larger_one(curve, most, messages):
     channel = Channel("x", most, 1e-6, curve)
     seconds = [channel.seconds(message) for message in messages]
     # The fastest message is searched in steps of 1/16 octave, so a small error remains.
@@ -128,9 +124,6 @@ def test_a_group_with_a_cpu_uses_gloo() -> None:
         group_network(HOLMES, ())
     with pytest.raises(ValueError, match="device 12"):
         group_network(HOLMES, (0, 12))
-
-
-# Rings and hops -----------------------------------------------------------------------------------------------------
 
 
 def walked(topology: Topology, group: list[int], gradient_bytes: float) -> float:
@@ -200,8 +193,6 @@ def test_a_ring_uses_one_network() -> None:
     # A ring that stays on InfiniBand shares no NIC with a ring on Ethernet.
     assert concurrent_seconds(topology, [(0, 2), (1, 5)], [1e9, 1e9])[0] == pytest.approx(1e9 / (200 * GIGABIT))
 
-
-# Hops ----------------------------------------------------------------------------------------------------------------
 
 PCIE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Channel("Ethernet", 1e9, 1e-4)
 

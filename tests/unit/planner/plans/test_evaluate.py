@@ -1,12 +1,8 @@
 """Given plans and layouts: priced as by the search; lines written and read back, errors that point to a column."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile
 from tests.support.paths import REPOSITORY
 from tests.support.planning import make_plans
-from tests.support.random_clusters import Problem, large_problem, small_problem, whole_space_problem
+from tests.support.random_clusters import large_problem, small_problem, whole_space_problem
 from tests.support.random_examples import IS_THOROUGH
 
 EXAMPLES = REPOSITORY / "examples/plans"
@@ -67,9 +63,7 @@ def same_times(one: Plan, other: Plan) -> bool:
         (large_problem, {}),
     ],
 )
-def test_the_planners_plans_and_their_lines_cost_the_same(
-    make: Callable[[int], Problem], wishes: dict[str, Any]
-) -> None:
+def test_the_planners_plans_and_their_lines_cost_the_same(make, wishes):
     used = set[str]()
     for seed in range(4, 40 if IS_THOROUGH else 9):
         topology, profile, global_batch = make(seed)
@@ -134,9 +128,6 @@ def test_plans_of_other_machines(cluster: Topology, profile: ModelProfile) -> No
     assert problem is not None and "the cluster has only ranks 0 to 7" in problem
     with pytest.raises(ValueError, match="the cluster has only ranks 0 to 7"):
         evaluate_plan(smaller, profile, plan)
-
-
-# Layouts on one line ------------------------------------------------------------------------------------------------
 
 
 DEVICES = ("A100-40", "V100-16", "3090", "x-2", "Xeon 2.4 GHz", "tp-kind")

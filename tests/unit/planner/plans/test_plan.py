@@ -1,7 +1,5 @@
 """Plan files and values that are computed from a plan; predictions for given ranks, and how sure they are."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -29,7 +27,6 @@ names = st.text(min_size=1, max_size=8)
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Random plans: any split into stages, ranks in any order, any characters in texts."""
     blocks, degree = draw(st.integers(1, 9)), draw(st.integers(1, 3))
     cuts = draw(st.lists(st.lists(st.integers(1, max(blocks - 1, 1)), unique=True, max_size=3), min_size=1, max_size=4))
     bounds = [(0, *sorted(cut for cut in own if cut < blocks), blocks) for own in cuts]
@@ -214,9 +211,7 @@ def test_at_least_the_measured_context_is_reserved():
         (6.0, [(1.0, 2.0)], False, 1.0 + 3.0),
     ],
 )
-def test_passes_hide_what_is_not_longer(
-    synchronization: float, passes: list[tuple[float, float]], equal: bool, expected: float
-) -> None:
+def test_passes_hide_what_is_not_longer(synchronization, passes, equal, expected):
     assert exposed_seconds(synchronization, passes, equal=equal) == pytest.approx(expected)
 
 
@@ -282,16 +277,13 @@ def predicted(known: ModelProfile, layout: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def logarithms() -> dict[str, np.ndarray]:
-    """Logarithms of the predicted times by layout, for profiles that are drawn at random."""
     known = unsure_profile()
     draws = [drawn(known, seed) for seed in range(DRAWS)]
     return {layout: np.log([predicted(each, layout).iteration_seconds for each in draws]) for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_prediction_and_a_difference_are_as_sure_as_random_profiles_say(
-    layout: str, logarithms: dict[str, np.ndarray]
-) -> None:
+def test_a_prediction_and_a_difference_are_as_sure_as_random_profiles_say(layout, logarithms):
     known, first = unsure_profile(), "a pipeline of both kinds"
     error = prediction_error(predicted(known, layout), known)
     assert error == pytest.approx(logarithms[layout].std(), rel=0.15)

@@ -1,7 +1,5 @@
 """Profiles of layers: files, interpolation, costs by hand; estimates against published numbers and torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -136,9 +134,6 @@ def test_a_profile_of_batches_is_rejected(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a profile of layers"):
         load_profile(path)
-
-
-# Recomputation and ZeRO -----------------------------------------------------------------------------------------------
 
 
 def model(**changes: Any) -> ModelProfile:

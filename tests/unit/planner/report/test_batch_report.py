@@ -1,7 +1,5 @@
 """The report of an allocation: lines, comparison, picture; tables in narrow terminals."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

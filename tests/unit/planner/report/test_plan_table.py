@@ -1,7 +1,5 @@
 """A plan as text and as a picture: its table, its layout on one line, commands that run it, bars of its stages."""
 
-from __future__ import annotations
-
 import ast
 import io
 from itertools import pairwise, product
@@ -28,7 +26,6 @@ def printed(*candidates: RankedPlan, width: int = 140) -> str:
 
 
 def large(replicas: int = 16, stages: int = 32) -> Plan:
-    """``replicas × stages × 2`` devices in nodes of 8."""
     return plan(
         *(
             replica(
@@ -41,7 +38,6 @@ def large(replicas: int = 16, stages: int = 32) -> Plan:
 
 
 def on_nodes(*nodes: tuple[str, int]) -> Plan:
-    """A plan on these nodes with one stage per rank."""
     names = [name for name, ranks in nodes for _ in range(ranks)]
     return plan(
         replica(*(stage(rank, rank + 1, (rank,), node=name) for rank, name in enumerate(names)), micro_batches=32)
@@ -82,9 +78,6 @@ def test_the_next_plans_are_listed_with_reasons_and_names_are_not_markup() -> No
     for words in ("[bold]T4[/x]", "[red]note[/q]", "because [c]", "first [b]"):
         assert words in text
     assert "[0, 2), [3, 5)" in printed(RankedPlan(chunked(), ""))
-
-
-# Pictures -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_chunk_of_every_micro_batch_is_in_its_lane() -> None:

@@ -1,7 +1,5 @@
 """Schedules: chunks by hand and against all plans; 1F1B against ranks with programs and a queue, and the formula."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from dataclasses import replace
@@ -41,13 +39,8 @@ def equal_chunks(order: PassOrder, forward: float, backward: float) -> ChunkTime
     return ChunkTimes(forward * ones, backward * ones, zeros, zeros, np.zeros(order.stages))
 
 
-# Times -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stages, chunks, micro_batches", [(2, 2, 4), (3, 2, 6), (4, 3, 8), (4, 2, 4)])
-def test_equal_chunks_have_the_known_bubble_of_the_interleaved_schedule(
-    stages: int, chunks: int, micro_batches: int
-) -> None:
+def test_equal_chunks_have_the_known_bubble_of_the_interleaved_schedule(stages, chunks, micro_batches):
     # Narayanan et al. 2021, section 2.2.2: the bubble is (p − 1)(f + b) with the times of one chunk.
     order = interleaved(stages, chunks, micro_batches)
     ends = simulate_passes(order, equal_chunks(order, 1.0, 2.0))
@@ -100,9 +93,6 @@ def test_activations_that_are_held_at_the_same_time() -> None:
         held = most_in_flight(zero_bubble_v(stages, 4 * stages, UNIT))
         # Colossal-AI's limit: as many as the first stage holds under 1F1B, in halves.
         assert max(rows.sum(axis=1).max() for rows in held) <= 2 * stages
-
-
-# Division --------------------------------------------------------------------------------------------------------
 
 
 def costs(draw: st.DrawFn, blocks: int) -> LayerCosts:
@@ -199,16 +189,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int, sched
     schedule=st.sampled_from(["interleaved", "zbv"]),
     seed=st.integers(0, 1000),
 )
-def test_best_of_all_plans_of_a_schedule(
-    fast: int,
-    slow: int,
-    ratio: float,
-    memory: tuple[int, int],
-    global_batch: int,
-    link: Channel,
-    schedule: Schedule,
-    seed: int,
-) -> None:
+def test_best_of_all_plans_of_a_schedule(fast, slow, ratio, memory, global_batch, link, schedule, seed):
     topology = cluster({"fast": fast, "slow": slow}, memory={"fast": memory[0], "slow": memory[1]}, inside=link)
     model = profile(BLOCKS, {"fast": 1.0, "slow": ratio}, seed=seed)
     best = exhaustive(topology, model, global_batch, schedule)
@@ -255,9 +236,6 @@ def test_a_plan_with_chunks_is_planned_again_for_a_slow_rank(schedule: Schedule)
     assert result.changed and result.best.seconds < result.present.seconds
 
 
-# 1F1B ---------------------------------------------------------------------------------------------------------------
-
-
 TRANSFERS = ["blocking", "overlapped"]
 ROUNDING = 1e-9
 
@@ -298,7 +276,6 @@ def other_side(message: str) -> str:
 
 
 def slow_ends(forward, backward, hops, count: int, transfers: str) -> list[float]:
-    """Time when each rank has finished its program."""
     stages = len(forward)
     calls = [program(stage, stages, count) for stage in range(stages)]
     at = [0] * stages

@@ -1,7 +1,5 @@
 """Stage splits: the exact split against all splits, also with recomputation; those of papers against their rules."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +37,6 @@ class Pipeline(NamedTuple):
         return [(0, *cuts, blocks) for cuts in itertools.combinations(range(1, blocks), stages - 1)]
 
     def min_of(self, value: Callable[[Bounds], float]) -> float:
-        """The least value of the splits that fit in memory."""
         return min((value(bounds) for bounds in self.every_split if plain_cost(self, bounds)[0]), default=np.inf)
 
 
@@ -260,7 +257,6 @@ def test_each_cut_costs_what_the_best_choice_costs(seed: int) -> None:
     plain = random_pipeline(random, 3, 5)
 
     def may_recompute(slot: Slot) -> Slot:
-        """Most slots may, and then keep a part of the activations."""
         costs, share = slot.costs, float(random.uniform(0, 0.5))
         backward, kept = costs.backward_seconds + costs.forward_seconds, share * costs.activation_bytes
         again = replace(costs, backward_seconds=backward, activation_bytes=kept)
