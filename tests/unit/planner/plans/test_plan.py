@@ -150,9 +150,6 @@ def test_a_pipeline_costs_what_the_formula_says():
     # backward, a layer needs twice what it keeps of one micro-batch.
     assert stages[0].memory_overhead_bytes == pytest.approx(2 * 2 * MB)
     assert stages[0].memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
-
-
-def test_a_group_of_two_kinds_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(0, 2\) \(fast, slow\) are not a tensor-parallel group"):
         predict_plan(machines("slow", "fast"), profile(), [[[0, 2], [1, 3]]], micro_batch=2, global_batch=16)
 
@@ -195,9 +192,8 @@ def test_at_least_the_measured_context_is_reserved():
         make_plans(topology, profile(context_bytes={"slow": 2 * 10**10}), global_batch=4)
 
 
-@pytest.mark.parametrize(
-    ("synchronization", "passes", "equal", "expected"),
-    [
+def test_passes_hide_what_is_not_longer() -> None:
+    for synchronization, passes, equal, expected in (
         (0.0, [(1.0, 2.0)], True, 0.0),
         (2.0, [(1.0, 2.0)], True, 0.0),
         # 3 s of gradients behind 2 s, and 3 s of parameters behind 1 s.
@@ -209,10 +205,8 @@ def test_at_least_the_measured_context_is_reserved():
         (4.0, [(0.0, 0.0)], True, 4.0),
         # Of replicas that are not alike, parameters are gathered after the step.
         (6.0, [(1.0, 2.0)], False, 1.0 + 3.0),
-    ],
-)
-def test_passes_hide_what_is_not_longer(synchronization, passes, equal, expected):
-    assert exposed_seconds(synchronization, passes, equal=equal) == pytest.approx(expected)
+    ):
+        assert exposed_seconds(synchronization, passes, equal=equal) == pytest.approx(expected)
 
 
 def test_a_prediction_counts_what_is_not_hidden() -> None:
