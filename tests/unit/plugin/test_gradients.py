@@ -181,13 +181,10 @@ def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldPa
     return [HeldParameter(name, size, dtype) for name in names]
 
 
-def test_a_bucket_ends_at_its_size_and_at_another_type() -> None:
+def test_a_bucket_ends_at_its_size_and_at_another_type_and_ranks_with_other_models_are_named() -> None:
     parameters = [*held(["a"], 60), *held(["b"], 50), *held(["c"], 500), *held(["d"], 1, "float16"), *held(["e"], 1)]
     buckets = divide_into_buckets([*"abcde"], {0: parameters, 1: parameters}, 110)
     assert [bucket.names for bucket in buckets] == [("e",), ("d",), ("c",), ("b", "a")]
-
-
-def test_ranks_with_other_models_are_named() -> None:
     with pytest.raises(ValueError, match=r"rank 3 holds 5 elements .* of b, but rank 1 4"):
         divide_into_buckets(["a", "b"], {1: held(["b"]), 3: held(["b"], 5)}, 10)
     with pytest.raises(ValueError, match="c are not in the model"):
