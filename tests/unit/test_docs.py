@@ -194,11 +194,6 @@ def test_public_names_are_described_and_described_ones_exist() -> None:
             assert hasattr(importlib.import_module(package), name), f"{package} has no {name}"
 
 
-def test_the_description_of_the_package_is_up_to_date() -> None:
-    described = long_description.described(PAGES["README.md"])
-    assert described == PAGES["PYPI.md"], "run: python -m tools.long_description"
-
-
 def test_the_picture_and_the_table_of_the_rooms_are_up_to_date() -> None:
     page = PAGES["docs/architecture.md"]
     assert draw_rooms.updated(page) == page, "run: python -m tools.draw_rooms"
@@ -209,7 +204,9 @@ def test_the_picture_and_the_table_of_the_rooms_are_up_to_date() -> None:
     assert named == set(RULES) - {"planner"}  # planner/ itself only re-exports names
 
 
-def test_files_beside_the_package() -> None:
+def test_files_beside_the_package_are_up_to_date() -> None:
+    described = long_description.described(PAGES["README.md"])
+    assert described == PAGES["PYPI.md"], "run: python -m tools.long_description"
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0" and {"message", "title", "authors"} <= citation.keys()
     assert citation["version"] == colossal_hetero.__version__

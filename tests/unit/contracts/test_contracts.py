@@ -53,13 +53,6 @@ ORDERS = {
 }
 """By function: calls in the order that methods and classes of this package rely on, which it puts in their place."""
 
-UNSPELLED = {
-    *("LinearWithAsyncCommunication", "MatmulWithAsyncCommunication", "DistCrossEntropy", "RingAttention"),
-    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
-    "__init__",
-}
-"""Names that the package finds by their kind or puts together."""
-
 
 def contracts() -> dict[str, dict[str, list[str] | None]]:
     text = re.sub(r"^#.*$", "", Path(__file__).with_name("names.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -146,22 +139,9 @@ def test_every_collective_of_training_is_replaced_and_watched() -> None:
     assert called - {"all_reduce", "broadcast"} <= set(gpu_over_gloo.OUTPUTS)  # Gloo has these two on GPUs
 
 
-def test_every_contract_is_used() -> None:
-    words = {word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-    unused = [f"{owner}.{name}" for owner in CONTRACTS for name in set(CONTRACTS[owner]) - words - UNSPELLED]
-    assert not unused, f"remove from names.txt: {', '.join(unused)}"
-
-
 OF_PYTHON = {"_fields", "_getframe"}  # documented
-ALSO_OURS = {
-    "_load",
-    "_lock",
-    "_name",
-    "_options",
-    "_global",
-    "_of_",
-    "_proj",
-}  # of our classes as well, or parts of names
+# Of our classes as well, or parts of names:
+ALSO_OURS = {"_load", "_lock", "_name", "_options", "_global", "_of_", "_proj"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Nodes = dict[str, ast.AST | None]
 
