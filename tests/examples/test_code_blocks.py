@@ -1,4 +1,4 @@
-"""Every code block of README and ``docs/`` runs here as it stands there, unless a comment above it says why not."""
+"""Each code block of README and ``docs/`` runs as it is (the first script with half of its steps), or says why not."""
 
 import os
 import re
@@ -62,6 +62,9 @@ def run_forked(words: list[str], folder: Path, environment: Mapping[str, str]) -
     """What a command or torchrun prints, and messages of the package before it, without new interpreters."""
     if IS_THOROUGH:
         return run_process(words, folder, environment)
+    if words[0] == "torchrun":  # half of the first script's steps show the first change of its plan
+        script = folder / words[-1]
+        script.write_text(script.read_text().replace("range(40)", "range(20)"))
     modules = {"torchrun": "torch.distributed.run", "colossal-hetero": "colossal_hetero"}
     command = [sys.executable, "-m", modules[words[0]], *words[1:]]
     with pytest.MonkeyPatch.context() as context, (folder / "errors").open("w") as errors:
