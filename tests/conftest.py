@@ -1,7 +1,5 @@
 """Marks every test by its folder: ``unit``, ``parallel`` (several ranks) or ``example`` (runs a command of a user)."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Every code block of README and ``docs/`` runs here as it stands there, unless a comment above it says why not."""
-
-from __future__ import annotations
+"""Each code block of README and ``docs/`` runs as it is (the first script with half of its steps), or says why not."""
 
 import os
 import re
@@ -60,13 +58,13 @@ def test_clusters_and_layouts_can_be_read(tmp_path: Path) -> None:
             assert all(read_layout(line) for line in block.text.splitlines()), block.name
 
 
-# Commands ------------------------------------------------------------------------------------------------------------
-
-
 def run_forked(words: list[str], folder: Path, environment: Mapping[str, str]) -> str:
     """What a command or torchrun prints, and messages of the package before it, without new interpreters."""
     if IS_THOROUGH:
         return run_process(words, folder, environment)
+    if words[0] == "torchrun":  # half of the first script's steps show the first change of its plan
+        script = folder / words[-1]
+        script.write_text(script.read_text().replace("range(40)", "range(20)"))
     modules = {"torchrun": "torch.distributed.run", "colossal-hetero": "colossal_hetero"}
     command = [sys.executable, "-m", modules[words[0]], *words[1:]]
     with pytest.MonkeyPatch.context() as context, (folder / "errors").open("w") as errors:
@@ -102,8 +100,6 @@ def check_first_script(block: Block, printed: str, shown: str) -> None:
     )
     assert re.search(r"balancing\s+saved", shown) and re.search(r"balancing\s+(saved|cost)", printed)
 
-
-# Python --------------------------------------------------------------------------------------------------------------
 
 RANKS = {"checkpoints.md": 4}  # ranks that a page's blocks need; 2 in all other pages
 SAMPLES = {"README.md": 512, "data-parallel.md": 512, "planning.md": 256}

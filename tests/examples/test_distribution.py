@@ -1,7 +1,5 @@
 """The wheel and the source distribution: built from the tracked files, valid, and with what belongs into them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil
@@ -30,7 +28,6 @@ def tracked_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both distributions."""
     if not (REPOSITORY / ".git").exists():
         pytest.skip("only a clone knows which files are tracked")
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
@@ -57,17 +54,11 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return Parser().parsestr(wheel.read(f"{NAME}.dist-info/METADATA").decode())
 
 
-def test_both_are_valid(folder: Path) -> None:
+def test_both_are_valid_and_hold_the_package_and_all_tracked_files(folder: Path, wheel: zipfile.ZipFile) -> None:
     run("twine", "check", "--strict", *map(str, folder.iterdir()))
-
-
-def test_the_wheel_holds_the_package(wheel: zipfile.ZipFile) -> None:
     expected = {name for name in tracked_files() if name.startswith("colossal_hetero/")}
     assert {name for name in wheel.namelist() if not name.startswith(f"{NAME}.dist-info/")} == expected
     assert {"colossal_hetero/py.typed", "colossal_hetero/__main__.py"} <= expected
-
-
-def test_the_source_distribution_holds_all_tracked_files(folder: Path) -> None:
     with tarfile.open(folder / f"{NAME}.tar.gz") as archive:
         names = {each.name.removeprefix(f"{NAME}/") for each in archive.getmembers() if each.isfile()}
     made = {"PKG-INFO", "setup.cfg"} | {name for name in names if ".egg-info/" in name}

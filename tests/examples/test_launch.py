@@ -1,7 +1,5 @@
 """How the examples start their ranks, and how a run ends if a rank ends; the elastic example."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -22,9 +20,7 @@ import pytest
 
 from examples.common import launch
 from examples.elastic import demo, nodes, reference
-from examples.elastic.loop_trace import Finished, Loss, Step, World
-from examples.elastic.options import Action, check_options, parse_demo_options
-from examples.elastic.report import Change, History, throughput
+from examples.elastic.options import check_options, parse_demo_options
 from tests.support.forked_python import ForkedPopen
 from tests.support.paths import REPOSITORY
 
@@ -82,7 +78,6 @@ class Run:
             time.sleep(0.05)
 
     def rank(self, number: int) -> psutil.Process:
-        """The process of the rank with this number."""
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
                 if child.environ().get("RANK") == str(number):
@@ -90,7 +85,6 @@ class Run:
         raise AssertionError(f"rank {number} is not running")
 
     def end(self, timeout_seconds: float) -> tuple[int, str]:
-        """Wait until the command ends. Returns its exit status and its last line of output."""
         status = self.process.wait(timeout_seconds)
         self._reader.join(timeout_seconds)
         return status, self.lines[-1].strip() if self.lines else ""
@@ -147,9 +141,7 @@ def test_an_interrupt_ends_the_run_without_a_traceback(start: Callable[..., Run]
         ("language", "--context 1", "--context 1 leaves nothing to predict from"),
     ],
 )
-def test_every_example_can_be_started_by_its_path(
-    example: str, refused: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_example_can_be_started_by_its_path(example, refused, says, monkeypatch):
     """An invalid flag gives one line of output. A script tells its ranks to import the script itself."""
     path = REPOSITORY / "examples" / example / "train.py"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -247,35 +239,7 @@ def test_all_processes_of_a_node_end_with_it(tmp_path, monkeypatch):
 
 
 def wait_until(is_true) -> None:
-    """Wait for processes, which takes the system a moment."""
     deadline = time.monotonic() + 60
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_changes_and_losses_of_a_history():
-    """Node a dies in step 3, of which b and c know a part of the loss each, before and after it; then d joins."""
-    history = History([Action("kill", "a", 2), Action("join", "d", 2)])
-    history.add(World(node, 0, 3, "first plan") for node in "abc")
-    for step in (1, 2):
-        history.add(Loss(node, step, 0, float(step), 1 / 3) for node in "abc")
-        history.add(Step(node, step, 0, 10.0 * step + number) for number, node in enumerate("abc"))
-    history.add([Loss("b", 3, 0, 3.0, 1 / 3), Loss("c", 3, 0, 4.0, 1 / 3), Loss("c", 3, 2, 5.0, 1 / 2)])
-    history.add([Step("b", 3, 0, 35.0), Step("c", 3, 2, 36.0)])
-    for node, repeated in (("b", 1), ("c", 0)):
-        history.add([World(node, 2, 2, "second plan", 1.0, 100, repeated, "connection closed")])
-    history.add([Loss("b", 4, 2, 1.0, 1 / 2), Loss("c", 4, 2, 2.0, 1 / 2)])
-    history.add([Step("b", 4, 2, 45.0), Step("c", 4, 2, 46.0)])
-    history.add([Loss("b", 5, 2, 9.0, 1 / 2), Loss("c", 5, 2, 9.0, 1 / 2)])  # of a step that is not made yet
-    history.add(World(node, 4, 3, "third plan", 1.0, 7) for node in "bc")
-    assert len(history.changes()) == 1  # d has not written yet
-    history.add([World("d", 4, 3, "third plan", received_bytes=70), Finished("b")])
-    first, second = history.changes()
-    assert first == Change(2, 3, 2, "a killed", "second plan", 15.0, 200, 1)
-    assert (second.step, second.before, second.after, second.why) == (4, 2, 3, "d joined")
-    assert second.received_bytes == 84 and second.plan == "third plan"
-    assert history.losses() == pytest.approx({1: 1.0, 2: 2.0, 4: 1.5})
-    assert (history.newest_step, history.members, history.finished) == (4, 3, {"b"})
-    edges, rates = throughput(history.times(), 30)
-    assert edges == [0, 10, 25, 35] and rates == [3, 2, 3]

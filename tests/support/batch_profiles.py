@@ -1,7 +1,5 @@
 """Batch profiles of two kinds of devices, made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from colossal_hetero.planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity

@@ -1,7 +1,5 @@
 """The figures that matplotlib saves in a test."""
 
-from __future__ import annotations
-
 import pytest
 from matplotlib.figure import Figure
 

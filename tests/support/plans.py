@@ -1,7 +1,5 @@
 """Plans of a small model, made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A tensor-parallel group with simulated times, which balances like a real group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Data-parallel training on a simulated clock: replicas with quotas, noise and slow data, which wait for each other."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +7,12 @@ from dataclasses import dataclass, field
 from colossal_hetero.planner import Curve
 from colossal_hetero.planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision, Speed
 
-__all__ = ["SimulatedReplica", "Simulation"]
-
 SKIPPED = 1
 """Global batches after a new division that are not judged."""
+PERIOD = 0.1
+"""Seconds of a period of a quota."""
+COMMUNICATION = 0.004
+"""Seconds of communication in an iteration."""
 
 
 @dataclass
@@ -21,37 +21,34 @@ class SimulatedReplica:
 
     sample_seconds: float
     """CPU time of a sample."""
-    fixed_seconds: float = 0.0
-    """CPU time of a micro-batch, whatever its size."""
     quota: float = 1.0
     """CPU seconds per second. In each period the device runs until its share is used up."""
     data_seconds: float = 0.0
     """Seconds per sample in which the loop waits for data; they need no CPU time."""
-    period: float = 0.1
     _used: dict[int, float] = field(default_factory=dict)
     """CPU time that was used, by period."""
 
     def busy_until(self, start: float, samples: int, noise: float) -> float:
         """When a micro-batch of ``samples`` ends that begins to compute at ``start``."""
-        left = (self.fixed_seconds + self.sample_seconds * max(samples, 1)) * noise
-        now, whole = start, self.quota * self.period
+        left = self.sample_seconds * max(samples, 1) * noise
+        now, whole = start, self.quota * PERIOD
         if self.quota >= 1.0:
             now += left
-            index = int(now / self.period + 1e-9)
-            self._used = {index: self._used.get(index, 0.0) + now - max(start, index * self.period)}
+            index = int(now / PERIOD + 1e-9)
+            self._used = {index: self._used.get(index, 0.0) + now - max(start, index * PERIOD)}
             return now
         while left > 1e-12:
-            index = int(now / self.period + 1e-9)
-            if index not in self._used and now <= index * self.period + 1e-12 and left > whole:
+            index = int(now / PERIOD + 1e-9)
+            if index not in self._used and now <= index * PERIOD + 1e-12 and left > whole:
                 periods = int(left / whole)
-                left, now = left - periods * whole, now + periods * self.period
+                left, now = left - periods * whole, now + periods * PERIOD
                 continue
-            end = (index + 1) * self.period
+            end = (index + 1) * PERIOD
             runs = max(min(left, whole - self._used.get(index, 0.0), end - now), 0.0)
             self._used[index] = self._used.get(index, 0.0) + runs
             left -= runs
             now = now + runs if left <= 1e-12 else end
-        self._used = {index: used for index, used in self._used.items() if index >= int(now / self.period) - 1}
+        self._used = {index: used for index, used in self._used.items() if index >= int(now / PERIOD) - 1}
         return now
 
 
@@ -68,25 +65,18 @@ class Simulation:
         profile_errors: Sequence[float] | None = None,
         noise: float = 0.0,
         check_every: int = 5,
-        communication_seconds: float = 0.004,
         seed: int = 0,
     ) -> None:
         self.replicas = replicas
         self._noise = noise
         self._random = random.Random(seed)
         self._check_every = check_every
-        self._communication = communication_seconds
         errors = [1.0] * len(replicas) if profile_errors is None else profile_errors
         curves = [
-            Curve.from_seconds(
-                [
-                    error * (each.fixed_seconds + each.sample_seconds * n) / each.quota
-                    for n in range(1, global_batch_size + 1)
-                ]
-            )
+            Curve.from_seconds([error * each.sample_seconds * n / each.quota for n in range(1, global_batch_size + 1)])
             for each, error in zip(replicas, errors, strict=True)
         ]
-        self.divider = BatchDivider(curves, 1, communication_seconds=communication_seconds)
+        self.divider = BatchDivider(curves, 1, communication_seconds=COMMUNICATION)
         self.loop = Redivision(self.divider, global_batch_size, 0.02)
         self.global_batch_size = global_batch_size
         self._now = 0.0
@@ -104,7 +94,7 @@ class Simulation:
             noise = max(self._random.gauss(1.0, self._noise), 0.5) * (spikes[index] if spikes else 1.0)
             data = replica.data_seconds * max(count, 1)
             busy.append(data + replica.busy_until(self._now + data, count, noise) - (self._now + data))
-        wall = max(busy) + self._communication
+        wall = max(busy) + COMMUNICATION
         self._now += wall
         self.walls.append(wall)
         self.divisions.append(tuple(samples))
@@ -130,7 +120,7 @@ class Simulation:
     def true_speeds(self) -> list[Speed]:
         """The speeds of replicas that never wait, relative to the curves of :attr:`divider`."""
         return [
-            Speed((each.fixed_seconds + each.sample_seconds) / each.quota / float(curve.seconds[1]), each.data_seconds)
+            Speed(each.sample_seconds / each.quota / float(curve.seconds[1]), each.data_seconds)
             for each, curve in zip(self.replicas, self.divider.curves, strict=True)
         ]
 
@@ -141,11 +131,8 @@ class Simulation:
 
     def mean_wall(self, samples: Sequence[int], iterations: int = 40) -> float:
         """Mean seconds of an iteration in a fixed division of these devices, without noise."""
-        replicas = [
-            SimulatedReplica(each.sample_seconds, each.fixed_seconds, each.quota, each.data_seconds, each.period)
-            for each in self.replicas
-        ]
-        fixed = Simulation(replicas, self.global_batch_size, communication_seconds=self._communication)
+        replicas = [SimulatedReplica(each.sample_seconds, each.quota, each.data_seconds) for each in self.replicas]
+        fixed = Simulation(replicas, self.global_batch_size)
         for _ in range(iterations):
             fixed.iterate(samples)
         return sum(fixed.walls[iterations // 4 :]) / len(fixed.walls[iterations // 4 :])

@@ -1,7 +1,5 @@
 """Clusters and layer profiles of a few numbers, for whole searches."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """All state of a training that a trial must leave as it was."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

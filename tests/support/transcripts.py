@@ -1,7 +1,5 @@
 """Text files of commands and what each must say: a line ``$ command``, and below it parts of the message in order."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A layer profile of fast devices and of slow ones that take three times as long, and their machines."""
 
-from __future__ import annotations
-
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from tests.support.layer_profiles import layer_times

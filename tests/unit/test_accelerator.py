@@ -1,7 +1,5 @@
 """Colossal-AI on a CPU: its accelerator, warnings in the import, fused optimizers with groups that train nothing."""
 
-from __future__ import annotations
-
 import sys
 import time
 import warnings

@@ -1,7 +1,5 @@
 """The documentation agrees with the code: links, code blocks, flags, fields, citations, the picture of the rooms."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -57,17 +55,14 @@ def blocks(page: str, language: str | None = None) -> list[str]:
 
 
 def prose(page: str) -> str:
-    """A page without its code blocks."""
     return FENCE.sub("", PAGES[page])
 
 
 def code(page: str) -> list[str]:
-    """Lines of code blocks and inline code."""
     return [line for block in blocks(page) for line in block.splitlines()] + INLINE.findall(prose(page))
 
 
 def anchors(page: str) -> set[str]:
-    """Anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -116,7 +111,6 @@ LINES = [(page, line) for page in PAGES for line in code(page)]
 
 
 def flags_of_example(name: str, parser: str = "parse_options") -> set[str]:
-    """Flags in an example's help."""
     module = importlib.import_module(f"examples.{name}.options")
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
@@ -200,11 +194,6 @@ def test_public_names_are_described_and_described_ones_exist() -> None:
             assert hasattr(importlib.import_module(package), name), f"{package} has no {name}"
 
 
-def test_the_description_of_the_package_is_up_to_date() -> None:
-    described = long_description.described(PAGES["README.md"])
-    assert described == PAGES["PYPI.md"], "run: python -m tools.long_description"
-
-
 def test_the_picture_and_the_table_of_the_rooms_are_up_to_date() -> None:
     page = PAGES["docs/architecture.md"]
     assert draw_rooms.updated(page) == page, "run: python -m tools.draw_rooms"
@@ -215,7 +204,9 @@ def test_the_picture_and_the_table_of_the_rooms_are_up_to_date() -> None:
     assert named == set(RULES) - {"planner"}  # planner/ itself only re-exports names
 
 
-def test_files_beside_the_package() -> None:
+def test_files_beside_the_package_are_up_to_date() -> None:
+    described = long_description.described(PAGES["README.md"])
+    assert described == PAGES["PYPI.md"], "run: python -m tools.long_description"
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0" and {"message", "title", "authors"} <= citation.keys()
     assert citation["version"] == colossal_hetero.__version__

@@ -1,7 +1,5 @@
 """What the doctor says of windows of numbers, which is a pure function."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -100,23 +98,20 @@ def links_between(count: int, slow: set[tuple[int, int]], seconds: float = 0.002
     return [Link(pair, 1e-4, 0.080 if pair in slow else seconds) for pair in pairs]
 
 
-@pytest.mark.parametrize(
-    ("count", "slow", "ranks"),
-    [
+def test_the_slow_links_are_found() -> None:
+    for count, slow, ranks in (
         (4, {(0, 2), (1, 2), (2, 3)}, (2,)),
         (4, {(1, 3)}, (1, 3)),
         (3, {(0, 1), (0, 2)}, (0,)),
         (2, {(0, 1)}, ()),
         (3, {(0, 1), (0, 2), (1, 2)}, ()),
-    ],
-)
-def test_the_slow_links_are_found(count: int, slow: set[tuple[int, int]], ranks: tuple[int, ...]) -> None:
-    windows = ranks_of(*[TALKING] * count)
-    assert needs_links(windows)
-    assert diagnose(windows) == []  # not before they are measured
-    (finding,) = diagnose(windows, links=links_between(count, slow))
-    assert (finding.cause, finding.ranks) == ("network", ranks)
-    assert "1 MB takes 80 ms" in finding.why
+    ):
+        windows = ranks_of(*[TALKING] * count)
+        assert needs_links(windows)
+        assert diagnose(windows) == []  # not before they are measured
+        (finding,) = diagnose(windows, links=links_between(count, slow))
+        assert (finding.cause, finding.ranks) == ("network", ranks)
+        assert "1 MB takes 80 ms" in finding.why
 
 
 def test_links_are_judged_only_if_communication_is_long() -> None:

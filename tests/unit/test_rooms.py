@@ -3,8 +3,6 @@
 ``docs/architecture.md`` describes the same rooms in words.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import sys
@@ -78,7 +76,6 @@ def room_of(module: str) -> str:
 
 @cache
 def nodes_of(module: str) -> list[ast.AST]:
-    """The syntax tree of a module, and all nodes below it."""
     return list(ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))))
 
 
@@ -89,7 +86,6 @@ def imported(module: str) -> Iterator[str]:
 
 
 def imported_names(module: str) -> Iterator[str]:
-    """Full names of all that ``module`` imports."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in nodes_of(module):

@@ -1,7 +1,5 @@
 """The column selectors against brute force, and what the incremental update of priorities is for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from colossal_hetero.balance.config import BalanceConfig, Pruning
 from colossal_hetero.balance.pruning import SAMPLED_ROWS, WeightVariation, make_selector
 from colossal_hetero.layers.workload import Workload
 
-RULES = ("random", "priority", "priority-diff", "norm-product")
 every_weight = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 every_layout = pytest.mark.parametrize("transposed", [False, True])
 
@@ -38,22 +35,6 @@ def indices(kept: Tensor) -> list[int]:
     return kept.tolist()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@every_layout
-@every_weight
-def test_kept_columns_are_as_many_as_asked_for_and_ascending(rule: Any, transposed: bool, dtype: torch.dtype) -> None:
-    weight, x = weight_and_input(transposed, dtype)
-    selector = make_selector(rule, weight, seed=3)
-    for count in (1, 5, 12, 13):
-        for _ in range(3):
-            kept = indices(selector(x, weight, count))
-            assert len(kept) == count
-            assert kept == sorted(set(kept)), "not ascending, or not unique"
-            assert kept[0] >= 0 and kept[-1] < 13
-        weight = weight + 0.01 * weight.abs()
-        selector.end_interval(weight)
-
-
 def test_random_draws_anew_and_by_the_seed() -> None:
     weight, x = weight_and_input(columns=40)
 
@@ -63,6 +44,7 @@ def test_random_draws_anew_and_by_the_seed() -> None:
 
     assert draws(1) == draws(1) != draws(2)
     assert len({tuple(drawn) for drawn in draws(1)}) == 5
+    assert all(len(drawn) == 20 and drawn == sorted(set(drawn)) for drawn in draws(1))
     counts = np.bincount(np.concatenate([drawn for seed in range(1, 5) for drawn in draws(seed)]), minlength=40)
     assert (counts > 0).all(), "some column is never kept"
 
@@ -190,21 +172,6 @@ def test_a_rank_that_becomes_slow_knows_how_weights_varied_before() -> None:
     epoch(0.1, 0.2, 0.6, 0.3, 0.5, 0.4)
     resize.prune(0.5)
     assert layer.kept() == [2, 4, 5]
-
-
-def test_a_changed_ratio_keeps_the_priorities() -> None:
-    layer = PlainLayer(torch.zeros(3, 8))
-    resize = resizer(1, layer, priority="priority")
-    resize.prune(0.5)
-    first = layer.kept()
-    layer.matrix[:, first] += 1.0
-    resize.end_iteration()
-    resize.prune(0.25)
-    assert set(layer.kept()) > set(range(8)) - set(first), "columns without a variation do not come first"
-    before = layer.kept()
-    resize.prune(0.0)
-    resize.prune(0.25)
-    assert layer.kept() == before, "a rank that is slow again has forgotten its priorities"
 
 
 def test_priority_diff_prunes_quiet_layers_more_within_the_budget() -> None:

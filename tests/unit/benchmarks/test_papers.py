@@ -1,36 +1,16 @@
-"""Figures of the papers, AutoHet's groups against all others, a trace by hand; the GPU suite."""
+"""AutoHet's groups against all others, and a trace by hand."""
 
-from __future__ import annotations
-
-import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.elastic.replay import Change, Costs, FitPlan, FittedPlan, Holdings, Job, elastic, restarted
-from benchmarks.gpu.layers.parity import Distances
-from benchmarks.gpu.part import Case, Machine, Part, Row
-from benchmarks.gpu.store import CaseResult, PartResults, load_results
-from benchmarks.gpu.worker import measure_part
-from benchmarks.papers import autohet
-from benchmarks.papers.page import Inputs
 from benchmarks.planner.autohet_groups import MemberKind, find_grouping
 from colossal_hetero.elastic.held_layers import HeldLayers
 from tests.support.random_examples import examples
-
-NO_INPUTS = Inputs("", Path("."))
-
-
-def test_every_part_of_autohet_makes_it_faster() -> None:
-    figure = autohet.fig9(NO_INPUTS)
-    gains = [float(row[2]) for row in figure.rows]
-    assert gains == sorted(gains) and gains[0] == 1.0 < gains[-1]
 
 
 def power_of(group: Sequence[int], kinds: Sequence[MemberKind], micro_batches: float) -> float:
@@ -77,9 +57,7 @@ def exhaustive(
     most=st.sampled_from([2, 4, 6]),
     groups=st.sampled_from([None, 1, 2, 3]),
 )
-def test_as_good_as_exhaustive_search(
-    counts: tuple[int, ...], powers: list[float], memory: list[float], most: int, groups: int | None, **given: Any
-) -> None:
+def test_as_good_as_exhaustive_search(counts, powers, memory, most, groups, **given):
     kinds = [MemberKind(*each) for each in zip(powers, memory, counts, strict=False)]
     model_bytes, micro_batches = given["model_bytes"], given["micro_batches"]
     found = find_grouping(kinds, model_bytes, micro_batches, max_members=most, groups=groups)
@@ -145,62 +123,3 @@ def test_jobs_computed_by_hand() -> None:
     assert totals(restarted(loss, 100.0, plans(), COSTS)) == (3, 1, 1, 48.0, 0.0)
     assert totals(restarted(loss, 100.0, plans(), Costs(load=10.0, save_every=3))) == (1, 3, 1, 48.0, 0.0)
     assert restarted(loss, 100.0, plans(), Costs(load=10.0, save=6.0, save_every=2)).done == 1
-
-
-MACHINE = Machine(torch.device("cpu"), gpus=0, is_tiny=True)
-
-
-class Counted:
-    """Measures one number, and counts how often."""
-
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error, self.calls = error, 0
-
-    def __call__(self) -> Sequence[Row]:
-        self.calls += 1
-        if self.error is not None:
-            raise self.error
-        return [(1.0,)]
-
-
-def part(**measures: Counted) -> Part:
-    return Part("p", "About.", ("case", "s"), lambda machine: [Case(name, each) for name, each in measures.items()])
-
-
-def measure(of: Part, path: Path) -> bool:
-    return measure_part(of, MACHINE, path, 60.0, again=False, only=())
-
-
-def test_a_case_that_ended_the_process_is_not_tried_again_and_those_of_other_machines_are(tmp_path: Path) -> None:
-    path, other, case = tmp_path / "p.json", tmp_path / "other.json", Counted()
-    killed = Counted(error=KeyboardInterrupt())  # no Exception: as if the process were killed
-    with pytest.raises(KeyboardInterrupt):
-        measure(part(a=killed, b=Counted()), path)
-    assert measure(part(a=killed, b=Counted()), path)
-    results = load_results(path)
-    assert results is not None and killed.calls == 1
-    assert [results.cases[name].status for name in "ab"] == ["started", "done"]
-    PartResults(environment={"device": "another"}).finish("a", CaseResult(status="done", rows=[[9.0]]), other)
-    assert measure(part(a=case), other)
-    results = load_results(other)
-    assert results is not None and results.cases["a"].rows == [[1.0]]
-
-
-EXACT = {"y": torch.tensor([1.0, -4.0], dtype=torch.float64), "dx": torch.tensor([2.0, 1.0], dtype=torch.float64)}
-OFF = {"y": torch.tensor([1.0, -3.9]), "dx": torch.tensor([2.0, 1.5])}
-OF_DENSE = {"y": 0.01, "dx": 0.5}
-
-
-def test_half_precision_is_compared_with_the_dense_layer() -> None:
-    single, half = Distances.in_precision(torch.float32), Distances.in_precision(torch.bfloat16)
-    for found in (single, half):
-        found.add("idle", "layer", OFF, EXACT, OF_DENSE)
-    assert single.worst["idle"] == (pytest.approx(0.25), "layer, dx")
-    assert half.worst["idle"] == (pytest.approx(10 / 17**0.5), "layer, y")
-    # A result that is not a number is the worst.
-    found, other = Distances(is_ratio=False), Distances(is_ratio=False)
-    found.add("idle", "broken", {"y": torch.tensor([math.nan, 1.0])}, {"y": EXACT["y"]}, OF_DENSE)
-    other.add("idle", "layer", OFF, EXACT, OF_DENSE)
-    found.merge(other)
-    other.merge(found)
-    assert {each.worst["idle"][1] for each in (found, other)} == {"broken, y"}

@@ -1,7 +1,5 @@
 """Names, layers and groups of a model's tensors; boxes of tensors; slices of masters, each on two ranks."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -12,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from colossal_hetero.checkpoint.held_pieces import (
-    HeldTensor,
-    LocalPart,
-    TensorDivision,
-    divided,
-    flat_boxes,
-    pieces_of_memory,
-    sliced,
-    whole,
-)
+from colossal_hetero.checkpoint import held_pieces
 from colossal_hetero.checkpoint.model_outline import outline_of
 from colossal_hetero.checkpoint.optimizer_memory import Master
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece, cover
@@ -136,9 +125,9 @@ def put(parts: Any, local: Tensor, target: Tensor) -> None:
 
 
 @given(st.data())
-def test_the_shares_of_all_ranks_are_the_whole_tensor(data: st.DataObject) -> None:
-    """As Colossal-AI divides: in sections, each into equal shares, the last section with padding behind it."""
-    ranks = data.draw(st.integers(1, 4))
+def test_the_slices_of_the_shares_of_all_ranks_are_the_whole_tensor(data: st.DataObject) -> None:
+    """Colossal-AI divides sections into equal shares, the last with padding behind it; ZeRO slices shares equally."""
+    ranks, shards = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     sections = [ranks * each for each in data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))]
     size = sum(sections)
     padding = data.draw(st.integers(0, size - 1)) if len(sections) == 1 else 0
@@ -151,7 +140,10 @@ def test_the_shares_of_all_ranks_are_the_whole_tensor(data: st.DataObject) -> No
     for rank in range(ranks):
         chunks = torch.cat([values, pad], dim).split(sections, dim)
         local = torch.cat([chunk.chunk(ranks, dim)[rank] for chunk in chunks], dim)
-        put(divided(shape, dim, sections, rank, ranks, size if padding else 0), local, found)
+        parts = held_pieces.divided(shape, dim, sections, rank, ranks, size if padding else 0)
+        slice_size = -(-local.numel() // shards)
+        for start in range(0, shards * slice_size, slice_size):
+            put(held_pieces.sliced(parts, local.shape, start, start + slice_size), local, found)
     assert torch.equal(found, values)
 
 
@@ -162,40 +154,15 @@ def test_a_flat_slice_is_cut_into_boxes(shape: tuple[int, ...], data: st.DataObj
     stop = data.draw(st.integers(start, numel + 3))
     values = numbered(shape)
     everything = Box((0,) * len(shape), shape)
-    boxes = flat_boxes(shape, start, stop)
+    boxes = held_pieces.flat_boxes(shape, start, stop)
     found = [values[everything.slices_of(box)].flatten() for box in boxes]
     assert torch.equal(torch.cat([*found, values.new_empty(0)]), values.flatten()[start:stop])
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4))
-def test_zero_slices_of_a_fused_weight(ranks: int, shards: int, columns: int, width: int) -> None:
-    """ZeRO pads the flat tensor at its end, so that all slices have one size."""
-    sections = [ranks * width, ranks, ranks]
-    values = numbered((columns, sum(sections)))
-    found = torch.full_like(values, -1)
-    for rank in range(ranks):
-        parts = divided(values.shape, 1, sections, rank, ranks)
-        local = torch.cat([chunk.chunk(ranks, 1)[rank] for chunk in values.split(sections, 1)], 1)
-        size = -(-local.numel() // shards)
-        for shard in range(shards):
-            put(sliced(parts, local.shape, shard * size, (shard + 1) * size), local, found)
-    assert torch.equal(found, values)
-
-
-def test_scalars_are_one_box_and_impossible_divisions_are_refused() -> None:
-    assert whole(()) == (LocalPart(Box((), ()), Box((), ())),)
-    assert sliced(whole(()), (), 0, 1) == whole(())
-    with pytest.raises(ValueError, match="sum 6, but dimension 0 has 7"):
-        divided((7, 2), 0, [4, 2], 0, 2)
-    with pytest.raises(ValueError, match="3 elements cannot be divided evenly over 2 ranks"):
-        divided((3,), 0, [3], 0, 2)
-
-
-def test_neighbors_hold_each_slice() -> None:
-    assert [slices_held(rank, 4, 2) for rank in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 0)]
-    assert [slices_held(rank, 2, 2) for rank in range(2)] == [(0, 1), (1, 0)]
-    assert slices_held(0, 1, 2) == (0,) and slices_held(2, 3, 1) == (2,)
+def test_scalars_are_one_box() -> None:
+    assert held_pieces.whole(()) == (held_pieces.LocalPart(Box((), ()), Box((), ())),)
+    assert held_pieces.sliced(held_pieces.whole(()), (), 0, 1) == held_pieces.whole(())
 
 
 def pieces(values: torch.Tensor, rank: int, ranks: int) -> list[TensorPiece]:
@@ -204,9 +171,9 @@ def pieces(values: torch.Tensor, rank: int, ranks: int) -> list[TensorPiece]:
     held = slices_held(rank, ranks, 2)
     master = Master(padded[list(held)].flatten(), held, ranks, True)
     shape = tuple(values.shape)
-    division = TensorDivision(whole(shape), "whole", False)
-    tensor = HeldTensor("w", "block-0000", shape, torch.empty(shape), division, False, master)
-    return pieces_of_memory(tensor, "param", master.tensor)
+    division = held_pieces.TensorDivision(held_pieces.whole(shape), "whole", False)
+    tensor = held_pieces.HeldTensor("w", "block-0000", shape, torch.empty(shape), division, False, master)
+    return held_pieces.pieces_of_memory(tensor, "param", master.tensor)
 
 
 @given(st.lists(st.integers(1, 5), max_size=3), st.integers(1, 5))
@@ -228,6 +195,7 @@ def test_without_any_one_rank_the_others_hold_everything(sizes: list[int], ranks
 
 @pytest.mark.parametrize("lost", range(4))
 def test_without_two_neighbors_a_slice_is_missing(lost: int) -> None:
+    assert slices_held(3, 4, 2) == (3, 0)  # its own first
     values = torch.arange(16.0)
     there = [each for rank in range(4) if rank not in (lost, (lost + 1) % 4) for each in pieces(values, rank, 4)]
     assert cover(whole_box((16,)), [each.box for each in there])[1]

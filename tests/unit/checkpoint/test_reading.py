@@ -1,7 +1,5 @@
 """Which rank writes and reads which file or box; which checkpoint is loaded, bitwise; other copies of damaged files."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -50,9 +48,7 @@ def holding(rank: int, layer: str, key: str = "w", size: int = 8, nodes: str = "
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("uvwxyz")), min_size=1, max_size=16, unique=True))
 @pytest.mark.parametrize("with_local", [True, False])
-def test_each_node_writes_each_of_its_files_once_and_each_file_is_uploaded_once(
-    with_local: bool, held: list[tuple[int, str]]
-) -> None:
+def test_each_node_writes_each_of_its_files_once_and_each_file_is_uploaded_once(with_local, held):
     holdings = [holding(rank, layer) for rank, layer in held]
     division = divide_files(holdings, with_local=with_local)
     assert division == divide_files(reversed(holdings), with_local=with_local)
@@ -241,9 +237,7 @@ def test_a_damaged_file_is_read_from_another_copy_and_replaced(folders: tuple[Pa
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_without_another_copy_the_error_names_the_file_and_a_complete_checkpoint(
-    folders: tuple[Path, Path], damage: str
-) -> None:
+def test_without_another_copy_the_error_names_the_file_and_a_complete_checkpoint(folders, damage):
     local, shared = folders
     harm, word = DAMAGES[damage]
     harm(local / STEP / BLOCK)

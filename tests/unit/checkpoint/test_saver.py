@@ -1,7 +1,5 @@
 """Saving by several simulated ranks: who writes what, from which memory, what stays, and what goes wrong."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import io
@@ -323,9 +321,7 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_lost_or_has_ended(run: Run, mo
     ("rank", "tiers", "patience"),
     [(0, "local", 60.0), (1, "local shared", 60.0), (1, "shared", 0.0), (2, "local shared", 0.0), (2, "shared", 60.0)],
 )
-def test_a_rank_that_saves_slowly_loses_neither_other_saves_nor_the_last(
-    run: Run, rank: int, tiers: str, patience: float
-) -> None:
+def test_a_rank_that_saves_slowly_loses_neither_other_saves_nor_the_last(run, rank, tiers, patience):
     run.start("second", tiers, files={rank: Faulty(seconds=0.02)}, patience_seconds=patience)
     last = 100 if patience == 0.0 else 4
     results = [run.save(step) for step in range(1, last + 1)]

@@ -1,7 +1,5 @@
 """Plans for other frameworks: their arguments and files, the places of ranks, and what is refused."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

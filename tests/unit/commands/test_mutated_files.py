@@ -1,7 +1,5 @@
 """Files with absurd numbers or values of another type: each command succeeds or says in one line what is wrong."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Files that are replaced at once, links that stay, and devices that are written to."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

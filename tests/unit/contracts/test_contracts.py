@@ -4,8 +4,6 @@ calls are in the order that it relies on. A version that moved something is told
 A new use of a private name needs a line in ``names.txt``.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect
@@ -55,16 +53,8 @@ ORDERS = {
 }
 """By function: calls in the order that methods and classes of this package rely on, which it puts in their place."""
 
-UNSPELLED = {
-    *("LinearWithAsyncCommunication", "MatmulWithAsyncCommunication", "DistCrossEntropy", "RingAttention"),
-    *("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"),
-    "__init__",
-}
-"""Names that the package finds by their kind or puts together."""
-
 
 def contracts() -> dict[str, dict[str, list[str] | None]]:
-    """Names by owner, each with its parameters if they matter."""
     text = re.sub(r"^#.*$", "", Path(__file__).with_name("names.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
     found: dict[str, dict[str, list[str] | None]] = {}
     for owner, names in re.findall(r"^(\S+):((?:.|\n(?=\s))*)", text, re.MULTILINE):
@@ -149,22 +139,9 @@ def test_every_collective_of_training_is_replaced_and_watched() -> None:
     assert called - {"all_reduce", "broadcast"} <= set(gpu_over_gloo.OUTPUTS)  # Gloo has these two on GPUs
 
 
-def test_every_contract_is_used() -> None:
-    words = {word for path in PACKAGE.rglob("*.py") for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-    unused = [f"{owner}.{name}" for owner in CONTRACTS for name in set(CONTRACTS[owner]) - words - UNSPELLED]
-    assert not unused, f"remove from names.txt: {', '.join(unused)}"
-
-
 OF_PYTHON = {"_fields", "_getframe"}  # documented
-ALSO_OURS = {
-    "_load",
-    "_lock",
-    "_name",
-    "_options",
-    "_global",
-    "_of_",
-    "_proj",
-}  # of our classes as well, or parts of names
+# Of our classes as well, or parts of names:
+ALSO_OURS = {"_load", "_lock", "_name", "_options", "_global", "_of_", "_proj"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Nodes = dict[str, ast.AST | None]
 
@@ -218,7 +195,6 @@ def parameters(function: ast.AST | None) -> tuple[list[str], set[str]]:
 
 
 def calls(function: ast.AST | None) -> list[str]:
-    """Last names of what a function calls, in the order of its lines."""
     assert isinstance(function, Function)
     found = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     found.sort(key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0))
@@ -227,7 +203,6 @@ def calls(function: ast.AST | None) -> list[str]:
 
 @cache
 def modules() -> dict[str, list[ast.AST]]:
-    """All nodes of each module of this package."""
     names = [each.name for each in pkgutil.walk_packages(colossal_hetero.__path__, "colossal_hetero.")]
     return {each: list(ast.walk(_source(importlib.import_module(each)))) for each in names if "__main__" not in each}  # type: ignore[arg-type]
 

@@ -1,7 +1,5 @@
 """Uneven batches: how they are divided, running out of memory in training, and labels that a loss may leave out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +20,6 @@ from tests.support.batch_profiles import device, profile
 
 
 def measured(factor: float) -> DeviceProfile:
-    """A device whose measured times are ``factor`` times as long as those of others of its name."""
     points = [{"batch": batch, "seconds": factor * (0.05 + 0.05 * batch)} for batch in (1, 16, 64)]
     return device(points=points, max_batch=64, step_seconds=0.1 * factor)
 

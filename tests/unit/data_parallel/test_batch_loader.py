@@ -1,16 +1,14 @@
 """The batches that a training loop receives, with and without worker processes. A loader stands for each rank."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
 from colossal_hetero.data_parallel.resumable_loader import ResumableDataLoader, make_resumable
@@ -40,8 +38,6 @@ class Numbers(Dataset[int]):
 
 
 class Draws(Numbers):
-    """Every sample is three random numbers: one from Python, one from numpy and one from torch."""
-
     def __getitem__(self, index: int) -> Any:
         return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()])
 
@@ -87,24 +83,15 @@ def flat(parts: Iterable[list[int]]) -> list[int]:
 
 
 def together(parts: list[list[list[int]]]) -> list[list[int]]:
-    """The global batches: the samples of all ranks in rank order."""
     return [flat(shares) for shares in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("workers", [WORKERS[0], WORKERS[2]], ids=["none", "persistent"])
-def test_every_epoch_holds_every_sample_once(workers: dict[str, Any]) -> None:
-    made = loaders(**workers)
-    epochs = [together([train(loader) for loader in made]) for _ in range(3)]
-    for epoch in epochs:
-        assert sorted(flat(epoch)) == list(range(32))
-        assert [len(samples) for samples in epoch] == [9, 9, 9, 5]
-    assert epochs[0] != epochs[1] != epochs[2]
-    for number in (1, 0):
-        for loader, setter in zip(made, (made[0].sampler, made[1].batch_sampler), strict=True):
-            setter.set_epoch(number)  # type: ignore[union-attr]
-            assert loader.micro_batches == len(list(iter(loader)))
-            loader.set_epoch(number)
-        assert together([train(loader) for loader in made]) == epochs[number]
+def test_epochs_are_set_by_the_loader_or_its_samplers() -> None:
+    (loader, _) = loaders()
+    epochs = [train(loader) for _ in range(3)]
+    for number, setter in ((1, loader), (0, loader.sampler), (2, loader.batch_sampler)):
+        setter.set_epoch(number)  # type: ignore[union-attr]
+        assert train(loader) == epochs[number]
 
 
 PLACES = [(0, 1, 3, 4)] * 3 if IS_THOROUGH else [(0, 1, 3, 4), (1,), (0, 3)]
@@ -270,8 +257,6 @@ def test_a_batch_that_fails_ends_the_iteration(workers: dict[str, Any]) -> None:
 def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
     loader = make_loader(Numbers(10), 4, 0, 2)
     assert len(loader) == 3
-    with pytest.raises(RuntimeError, match=r"booster\.boost"):
-        iter(loader)  # not divided yet
     loader = loaders()[0]
     assert loader.micro_batches == len(list(loader)) == 10 and loader.global_batches == 4
     for ask in (len, lambda loader: len(iter(loader))):
@@ -281,9 +266,7 @@ def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
     assert len(loader) == len(iter(loader)) == len(list(loader)) == 4  # type: ignore[arg-type]
 
 
-def test_means_are_kept_apart_by_their_names_and_asked_for_in_every_micro_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_means_are_kept_apart_by_their_names_and_asked_for_in_every_micro_batch(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     for division in ([[9], [0]], [[5, 4], [0, 0]]):
         loader = make_loader(Numbers(18), 9, 0, 2)
@@ -303,16 +286,6 @@ def test_means_are_kept_apart_by_their_names_and_asked_for_in_every_micro_batch(
         loader.mean(1.0, "accuracy")
 
 
-def test_global_batches_that_are_no_multiple_are_refused() -> None:
-    with pytest.raises(ValueError, match="global_batch_size=9 is not a multiple of 2, the samples"):
-        make_loader(Numbers(18), 9, 0, 1).set_multiple(2)
-    with pytest.raises(ValueError, match="the last global batch of an epoch has 2 samples, which is not a multiple"):
-        make_loader(Numbers(20), 9, 0, 1).set_multiple(3)
-    loader = make_loader(Numbers(20), 9, 0, 1, drop_last=True)
-    loader.set_multiple(3)
-    assert loader.multiple_of == 3
-
-
 @pytest.mark.parametrize("options", [{}, {"worker_init_fn": lambda worker: random.seed(99)}], ids=["ours", "users"])
 def test_workers_are_seeded(options: dict[str, Any]) -> None:
     loader = make_loader(Draws(4), 4, 0, 1, seed=5, num_workers=1, **options)
@@ -322,33 +295,6 @@ def test_workers_are_seeded(options: dict[str, Any]) -> None:
     if not options:
         assert found[1] == pytest.approx(np.random.RandomState(5).rand())
         assert found[2] == torch.rand((), generator=torch.Generator().manual_seed(5)).item()
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-
-class Endless(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_bad_arguments() -> None:
-    ten = Numbers(10)
-    for dataset, options, error, words in (
-        (Stream(), {}, TypeError, "Stream is an IterableDataset"),
-        (Endless(), {}, TypeError, "Endless has no length"),
-        (Numbers(3), {}, ValueError, "fewer than global_batch_size"),
-        (ten, {"batch_size": 4}, TypeError, "batch_size cannot be given.*global_batch_size"),
-        (ten, {"batch_sampler": [[0]]}, TypeError, "batch_sampler cannot be given.*global_batch_size"),
-        (ten, {"in_order": False}, ValueError, "in_order=False"),
-        (ten, {"sampler": [0]}, TypeError, r"sampler cannot be given.*global_batch_size.*Subset\(dataset, indices\)"),
-    ):
-        with pytest.raises(error, match=words):
-            loader = make_loader(dataset, 4, 0, 1, **options)  # type: ignore[arg-type]
-            loader.divide_by(lambda samples: [[samples]])
-            iter(loader)
 
 
 def test_weights_of_batches() -> None:
@@ -367,7 +313,6 @@ SIZE, GLOBAL_BATCH = 50, 12
 
 
 def replicas(count: int, **options: Any) -> list[ResumableDataLoader]:
-    """The loaders of all replicas, which share global batches of twelve samples."""
     found: list[Any] = []
     for rank in range(count):
         sampler: DistributedSampler[int] = DistributedSampler(range(SIZE), count, rank, shuffle=True, drop_last=True)  # type: ignore[arg-type]
@@ -377,7 +322,6 @@ def replicas(count: int, **options: Any) -> list[ResumableDataLoader]:
 
 
 def global_batches(loaders: list[ResumableDataLoader], epoch: int, stop: int | None = None) -> list[set[int]]:
-    """The samples of each global batch of an epoch, up to the ``stop``-th."""
     batches: list[set[int]] = []
     for loader in loaders:
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]

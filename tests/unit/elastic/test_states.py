@@ -1,7 +1,5 @@
 """Memory files of states, whose state counts after a world has broken, and who takes which place and which layers."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -112,7 +110,6 @@ def folder(tmp_path: Path) -> MemoryFolder:
 
 
 def keep(keeper: StateKeeper, version: int) -> None:
-    """Keep the state after a step, as training does; the next step begins."""
     keeper.note(kept(version))
     keeper.settle()
     keeper.forget()
@@ -215,9 +212,7 @@ def test_a_full_memory_is_told_once(folder: MemoryFolder, capfd: pytest.CaptureF
     keeper.close()
 
 
-def test_copies_from_a_gpu_use_one_stream_of_high_priority_and_two_buffers(
-    folder: MemoryFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_from_a_gpu_use_one_stream_of_high_priority_and_two_buffers(folder, monkeypatch):
     """No copy waits behind a collective that does not end: streams of NCCL come from the pool of normal priority."""
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(state_keeper, "CHUNK", 32)

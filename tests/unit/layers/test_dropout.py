@@ -1,7 +1,5 @@
 """Dropout with a mask for each unit; random numbers that depend on the micro-batch and the block."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """``hetero_policy`` replaces only the parallel linear layers; lack of memory is recognized and foreseen."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -42,9 +40,8 @@ def test_the_error_for_a_model_without_a_policy_says_what_is_valid() -> None:
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("error", "is_memory"),
-    [
+def test_lack_of_memory_is_told_from_other_errors() -> None:
+    for error, is_memory in (
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"), True),
         (
@@ -53,10 +50,8 @@ def test_the_error_for_a_model_without_a_policy_says_what_is_valid() -> None:
         ),
         (DistBackendError("ncclUnhandledCudaError: Call to CUDA failed.\nCuda failure 2 'out of memory'"), True),
         (DistBackendError("NCCL error: remote process exited or there was a network error"), False),
-    ],
-)
-def test_lack_of_memory_is_told_from_other_errors(error: RuntimeError, is_memory: bool) -> None:
-    assert is_out_of_memory(error) == is_memory
+    ):
+        assert is_out_of_memory(error) == is_memory
 
 
 @pytest.mark.parametrize(("more_bytes", "more_work"), [(40, 0.0), (20, 0.5), (0, 1.0)])

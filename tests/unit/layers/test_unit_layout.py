@@ -1,7 +1,5 @@
 """Products of a rank that prunes, sends or receives units, and gradients that are added in place."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -87,9 +85,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "is_column_parallel", "parts", "share"), CASES)
-def test_products_are_those_of_one_weight_with_all_units(
-    layout: WeightLayout, is_column_parallel: bool, parts: int, share: str
-) -> None:
+def test_products_are_those_of_one_weight_with_all_units(layout, is_column_parallel, parts, share):
     case = Case(layout, is_column_parallel, parts, share)
     wide = [tensor.clone().requires_grad_() for tensor in case.wide]
     matrix = layout.as_matrix(wide[0])

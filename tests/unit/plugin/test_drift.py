@@ -1,9 +1,8 @@
 """Stage times against the plan: how they are measured, on a simulated device, and what is reported."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,100 +14,73 @@ from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.solver.follow import Proposal
 from colossal_hetero.plugin.hybrid import drift as drifting
-from colossal_hetero.plugin.hybrid.drift import (
-    WARMUP_ITERATIONS,
-    DriftReport,
-    DriftWatch,
-    PassSeconds,
-    StageClock,
-    compare,
-    split_in_words,
-)
+from tests.support.fake_device import FakeDevice
 from tests.support.planning import make_plan, unequal_plan
 
 
-class Device:
-    """A simulated device; only the passes and the waiting times of the tests advance its clock."""
-
-    seconds = 0.0
-    behind = False  # the device has not yet reached the recorded events
+class Schedule:
+    """On a simulated device, whose clock only passes and the waiting times of the tests advance."""
 
     def __init__(self) -> None:
-        device = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.seconds = device.seconds
-
-            def query(self) -> bool:
-                return not device.behind
-
-            def elapsed_time(self, end: Any) -> float:
-                return (end.seconds - self.seconds) * 1e3
-
-        self.Event = Event
+        self.device = FakeDevice()
 
     def forward_step(self, seconds: float) -> None:
-        self.seconds += seconds
+        self.device.milliseconds += 1e3 * seconds
 
     backward_step = forward_step
 
 
 @pytest.fixture
-def device() -> Iterator[Device]:
-    device = Device()
-    with patch.object(accelerator, "get_accelerator", lambda: device):
-        yield device
+def schedule() -> Iterator[Schedule]:
+    schedule = Schedule()
+    with patch.object(accelerator, "get_accelerator", lambda: SimpleNamespace(**schedule.device.fakes)):
+        yield schedule
 
 
-def iterate(device: Device, *passes: tuple[float, float]) -> None:
+def iterate(schedule: Schedule, *passes: tuple[float, float], catch_up: bool = True) -> None:
     """Run forward and backward passes, with waiting times for other stages in between."""
     for forward, backward in passes:
-        device.forward_step(forward)
-        device.seconds += 100.0
-        device.backward_step(backward)
-        device.seconds += 100.0
+        schedule.forward_step(forward)
+        schedule.device.milliseconds += 1e5
+        schedule.backward_step(backward)
+        schedule.device.milliseconds += 1e5
+    if catch_up:
+        schedule.device.catch_up()
 
 
-def test_the_time_is_the_median_of_the_means_of_the_iterations_that_count(device: Device) -> None:
-    clock = StageClock(device)
+def test_the_time_is_the_median_of_the_means_of_the_iterations_that_count(schedule: Schedule) -> None:
+    clock = drifting.StageClock(schedule)
     for counts in (False, True):  # warm-up, and then passes without gradients
         with torch.set_grad_enabled(not counts):
-            iterate(device, (9.0, 9.0))
+            iterate(schedule, (9.0, 9.0))
         clock.end_iteration(counts)
         assert clock.read() is None
     for passes in ([(1.0, 2.0), (3.0, 6.0)], [(3.0, 7.0)], [(50.0, 60.0)]):
         with torch.no_grad():
-            device.forward_step(7.0)
-        device.behind = passes[0][0] == 50.0
-        iterate(device, *passes)
+            schedule.forward_step(7.0)
+        iterate(schedule, *passes, catch_up=passes[0][0] != 50.0)
         clock.end_iteration()
-    device.behind = False  # nothing has waited for it
+    schedule.device.catch_up()  # nothing has waited for it
     clock.end_iteration()
-    assert clock.read() == PassSeconds(pytest.approx(3.0), pytest.approx(7.0))
+    assert clock.read() == drifting.PassSeconds(pytest.approx(3.0), pytest.approx(7.0))
     assert clock.read() is None, "the times of the previous epoch were not removed"
 
 
-def test_first_iterations_do_not_count(device: Device) -> None:
+def test_first_iterations_do_not_count(schedule: Schedule) -> None:
     """Here they take a hundred times as long and are half of all iterations."""
-    watch = DriftWatch(device, make_plan([[[0]]], (2,)), None, 0.2, 2 * WARMUP_ITERATIONS, lambda _: None)
+    plan, warmup = make_plan([[[0]]], (2,)), drifting.WARMUP_ITERATIONS
+    watch = drifting.DriftWatch(schedule, plan, None, 0.2, 2 * warmup, lambda _: None)
     with (
         patch.object(drifting, "of_every_rank", lambda own: [own]),
         patch.object(drifting, "print_on_rank_0", lambda words: None),
     ):
-        for iteration in range(2 * WARMUP_ITERATIONS):
+        for iteration in range(2 * warmup):
             assert watch.report is None
-            slow = 100.0 if iteration < WARMUP_ITERATIONS else 1.0
-            iterate(device, (1.0 * slow, 2.0 * slow))
+            slow = 100.0 if iteration < warmup else 1.0
+            iterate(schedule, (1.0 * slow, 2.0 * slow))
             watch.tick()
     assert watch.report is not None and not watch.report.drifted
     assert [stage.ratio for stage in watch.report.stages] == [pytest.approx(1.0)]
-
-
-# Reports ------------------------------------------------------------------------------------------------------------
 
 
 def two_stages(layers: tuple[int, int] = (4, 4), **changes: Any) -> Plan:
@@ -117,10 +89,10 @@ def two_stages(layers: tuple[int, int] = (4, 4), **changes: Any) -> Plan:
     return make_plan([[[1], [0]]], layers, **options)
 
 
-def planned_times(plan: Plan, slowdowns: dict[int, float]) -> dict[int, PassSeconds]:
+def planned_times(plan: Plan, slowdowns: dict[int, float]) -> dict[int, drifting.PassSeconds]:
     """The planned times by rank, multiplied by the slowdowns of some ranks."""
     return {
-        rank: PassSeconds(
+        rank: drifting.PassSeconds(
             *(slowdowns.get(rank, 1.0) * each for each in (stage.forward_seconds, stage.backward_seconds))
         )
         for replica in plan.replicas
@@ -129,9 +101,9 @@ def planned_times(plan: Plan, slowdowns: dict[int, float]) -> dict[int, PassSeco
     }
 
 
-def report(plan: Plan, slowdowns: dict[int, float], better: Plan | None = None) -> DriftReport:
+def report(plan: Plan, slowdowns: dict[int, float], better: Plan | None = None) -> drifting.DriftReport:
     proposal = None if better is None else Proposal(better, plan.iteration_seconds, Topology((), (), ()))
-    return dataclasses.replace(compare(plan, planned_times(plan, slowdowns), 0.2), proposal=proposal)
+    return dataclasses.replace(drifting.compare(plan, planned_times(plan, slowdowns), 0.2), proposal=proposal)
 
 
 def test_times_within_the_threshold_are_not_reported() -> None:
@@ -151,7 +123,7 @@ def test_names_the_drifted_stage_and_the_better_plan(slowdown: float) -> None:
     assert f"({slowdown - 1:+.0%})" in str(found)
     assert str(found).endswith("best plan now: 6+2 layers, 0.750 s per iteration; present: 4+4, 1.000 s")
     unequal = unequal_plan(make_plan([[[0]]], (8,)), make_plan([[[1], [2]]], (5, 3)))
-    assert split_in_words(unequal) == "8 | 5+3" and split_in_words(two_stages()) == "4+4"
+    assert drifting.split_in_words(unequal) == "8 | 5+3" and drifting.split_in_words(two_stages()) == "4+4"
 
 
 def test_says_if_the_present_plan_is_still_the_best_and_nothing_if_it_is_not_known() -> None:
@@ -170,16 +142,16 @@ def test_the_slowest_rank_and_the_slowest_replica_count() -> None:
 
 def test_stages_without_times_are_left_out() -> None:
     plan = two_stages()
-    found = compare(plan, {0: planned_times(plan, {0: 5.0})[0]}, 0.2)
+    found = drifting.compare(plan, {0: planned_times(plan, {0: 5.0})[0]}, 0.2)
     assert [stage.stage for stage in found.drifted] == [1]
-    assert compare(plan, {}, 0.2) == DriftReport(0.2, plan, ())
+    assert drifting.compare(plan, {}, 0.2) == drifting.DriftReport(0.2, plan, ())
     # A plan without times, written by hand, cannot drift.
     by_hand = make_plan([[[0], [1]]], (4, 4), forward_seconds=[0.0, 0.0])
-    assert compare(by_hand, planned_times(plan, {}), 0.2).stages == ()
+    assert drifting.compare(by_hand, planned_times(plan, {}), 0.2).stages == ()
 
 
 def test_an_unchanged_report_is_not_repeated() -> None:
-    def of(*slowdowns: float, better: tuple[int, int] | None = None) -> DriftReport:
+    def of(*slowdowns: float, better: tuple[int, int] | None = None) -> drifting.DriftReport:
         plan = two_stages((8, 8), micro_batches=4)
         return report(plan, dict(enumerate(slowdowns)), None if better is None else two_stages(better))
 

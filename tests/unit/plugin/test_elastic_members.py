@@ -1,6 +1,4 @@
-"""Members of an elastic job: their places in the cluster, the first world, and evaluations in which one is lost."""
-
-from __future__ import annotations
+"""Members of an elastic job: their memory, the first world, and evaluations in which one is lost."""
 
 import threading
 from collections import Counter
@@ -13,10 +11,9 @@ import torch
 
 from colossal_hetero.elastic.held_layers import Evaluations, Standing, has_to_repeat, is_joined_inside
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.plugin.elastic.members import FORMED, own_kind, wait_for_the_first_world
+from colossal_hetero.plugin.elastic.members import FORMED, wait_for_the_first_world
 from colossal_hetero.plugin.elastic.planning import with_copied_shards
 from tests.support import elastic_jobs
-from tests.support.machines import Nodes, machines
 
 
 class SharedBoard:
@@ -29,14 +26,6 @@ class SharedBoard:
         with self._lock:
             self._numbers[name] += number
             return self._numbers[name]
-
-
-def test_places_that_the_cluster_does_not_have() -> None:
-    cluster = machines(Nodes("InfiniBand", (1, 2)))
-    with pytest.raises(ValueError, match="node elsewhere, which is not in the cluster file; it has"):
-        own_kind(cluster, "elsewhere", 0)
-    with pytest.raises(ValueError, match="number 3 on node node-1, which has 2 devices"):
-        own_kind(cluster, "node-1", 2)
 
 
 def test_memory_of_copied_shards_is_planned() -> None:
@@ -63,9 +52,6 @@ def test_it_ends_without_the_others() -> None:
     waiting.join(30)
     assert not waiting.is_alive()
     wait_for_the_first_world(board, 9, 60.0)
-
-
-# Evaluations --------------------------------------------------------------------------------------------------------
 
 
 def standing(evaluations: int, has_results: bool | None) -> Standing:

@@ -1,7 +1,5 @@
 """When sums of gradients start, buckets of unequal replicas, agreement on a step, parameters that arrive late."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle
@@ -74,7 +72,6 @@ def backward(model: nn.Module, times: int, sums: GradientSums | None = None) -> 
 
 
 def check_twice(model: nn.Sequential, run: Callable[[nn.Sequential], object]) -> None:
-    """The gradients are twice those after ``run`` in one process."""
     alone = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
     alone.load_state_dict(model.state_dict())
     run(alone)
@@ -184,13 +181,10 @@ def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldPa
     return [HeldParameter(name, size, dtype) for name in names]
 
 
-def test_a_bucket_ends_at_its_size_and_at_another_type() -> None:
+def test_a_bucket_ends_at_its_size_and_at_another_type_and_ranks_with_other_models_are_named() -> None:
     parameters = [*held(["a"], 60), *held(["b"], 50), *held(["c"], 500), *held(["d"], 1, "float16"), *held(["e"], 1)]
     buckets = divide_into_buckets([*"abcde"], {0: parameters, 1: parameters}, 110)
     assert [bucket.names for bucket in buckets] == [("e",), ("d",), ("c",), ("b", "a")]
-
-
-def test_ranks_with_other_models_are_named() -> None:
     with pytest.raises(ValueError, match=r"rank 3 holds 5 elements .* of b, but rank 1 4"):
         divide_into_buckets(["a", "b"], {1: held(["b"]), 3: held(["b"], 5)}, 10)
     with pytest.raises(ValueError, match="c are not in the model"):
@@ -230,9 +224,6 @@ def test_no_rank_waits_for_a_sum_that_never_starts(sizes: list[int], cuts: list[
             queues[rank].pop(0)
 
 
-# Commit -------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A world of one rank; a list with an element for each message that the host reads."""
@@ -246,7 +237,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def gradients_of(parameters: list[Parameter], used: int) -> ReplicaGradients:
-    """The first ``used`` parameters got a gradient."""
     numbers = {id(each): number for number, each in enumerate(parameters)}
     shared = SharedParameters(numbers, len(parameters), (GradientBucket(Mock(), tuple(parameters)),))
     gradients = ReplicaGradients(shared, Mock(), lambda bucket: lambda: None, sharded=False, early=False)
@@ -314,7 +304,6 @@ def start(late: LateParameters, parameters: list[Parameter], value: float) -> No
 
 
 def waits(stream: FakeStream) -> list[Any]:
-    """What a stream has waited for since the last call."""
     done, stream.done = stream.done, []
     return [each[1] for each in done if isinstance(each, tuple) and each[1] is not stream]
 

@@ -1,9 +1,8 @@
 """Times of messages between ranks whose clocks differ, and which links they show as slow."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -84,6 +83,9 @@ def test_links_are_compared_with_the_plan() -> None:
     last = {1: {2: theirs[1][2]}}
     assert compare_links(plan, machines(), [{}, ours, last])[0].seconds == pytest.approx(0.02)
     assert not compare_links(plan, machines(), [{}, {2: {0: ours[2][0]}}, last])
+    # Nodes without a link.
+    apart = of_nodes([([DeviceKind("fast", 10**9, 1e12)], INSIDE, ())] * 2)
+    assert compare_links(make_plan([[[0], [1]]], (3, 3)), apart, of_ranks({(0, 1): [0.02]})[:2]) == ()
 
 
 def test_messages_that_share_a_card_are_compared_with_one_alone_and_with_all_at_once() -> None:
@@ -106,11 +108,6 @@ def test_messages_that_share_a_card_are_compared_with_one_alone_and_with_all_at_
         assert [link.ratio for link in found] == [pytest.approx(ratio)] * 4
 
 
-def test_nodes_without_a_link_are_not_compared() -> None:
-    apart = of_nodes([([DeviceKind("fast", 10**9, 1e12)], INSIDE, ())] * 2)
-    assert compare_links(make_plan([[[0], [1]]], (3, 3)), apart, of_ranks({(0, 1): [0.02]})[:2]) == ()
-
-
 def test_a_group_is_made_once_for_each_network() -> None:
     cpu, fabric, ethernet = DeviceKind("cpu", 10**9, 1e9), Channel("InfiniBand", 1e10), Channel("Ethernet", 1e9)
     both, slowed, apart = (
@@ -129,43 +126,36 @@ def test_a_group_is_made_once_for_each_network() -> None:
         assert group((0, 1)) == group((0, 1)) and group((0,)) and len(made) == groups
 
 
-def test_a_link_that_is_not_measured_now_stays_known() -> None:
-    """Stages have changed since; the link is named once."""
-    plan, plugin = make_plan([[[0], [1]]], (3, 3)), SimpleNamespace()
-    link, looked_for = LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.5, 0.1, matters=True), []
+def followed(windows: list[tuple[float, tuple[LinkDrift, ...]]]) -> tuple[list[tuple[int, Any]], int]:
+    """The windows in which a plan is looked for, with its links, and the number of lines that are printed; a window
+    has the slowdown of the second stage, and links."""
+    plan, plugin, looked_for = make_plan([[[0], [1]]], (3, 3)), SimpleNamespace(), list[tuple[int, Any]]()
     live = LivePlan(plugin, {})
     with (
         patch.object(live_plan, "from_rank_0", lambda function: function()),
         patch.object(live_plan.dist, "get_rank", lambda: 1),
         patch.object(live_plan, "print_on_rank_0") as printed,
-        patch.object(live, "_paying", lambda report, _: looked_for.append(report.links)),
+        patch.object(live, "_paying", lambda report, _: looked_for.append((plugin.window, report.links))),
     ):
-        for slow, links in ((1.0, (link,)), (1.0, (link,)), (2.0, ()), (2.0, ()), (2.0, (link,)), (2.0, (link,))):
+        for plugin.window, (slow, links) in enumerate(windows, 1):
             times = {rank: PassSeconds(factor, 2 * factor) for rank, factor in enumerate((1.0, slow))}
             plugin.drift, live._is_boundary = compare(plan, times, 0.2, links), True
             live.before_passes()
-    assert looked_for == [(link,)] * 2 and printed.call_count == 1
+    return looked_for, printed.call_count
+
+
+def test_a_link_that_is_not_measured_now_stays_known() -> None:
+    """Stages have changed since; the link is named once."""
+    link = LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.5, 0.1, matters=True)
+    looked_for, lines = followed([*[(1.0, (link,))] * 2, *[(2.0, ())] * 2, *[(2.0, (link,))] * 2])
+    assert [links for _, links in looked_for] == [(link,)] * 2 and lines == 1
 
 
 @pytest.mark.parametrize(
     "factors, expected", [([1, 1, 5, 1, 1], [4]), ([1, 5, 0.2, 5, 1], [4]), ([1, 1, 1, 1, 1], [3])]
 )
-def test_a_change_of_stages_waits_for_one_window_if_a_link_may_have_changed_too(
-    factors: list[float], expected: list[int]
-) -> None:
+def test_a_change_of_stages_waits_for_one_window_if_a_link_may_have_changed_too(factors, expected):
     """Stages change in the second window, which the third one confirms."""
-    plan, plugin, windows = make_plan([[[0], [1]]], (3, 3)), SimpleNamespace(), list[int]()
-    live = LivePlan(plugin, {})
-    with (
-        patch.object(live_plan, "from_rank_0", lambda function: function()),
-        patch.object(live_plan.dist, "get_rank", lambda: 1),
-        patch.object(live_plan, "print_on_rank_0"),
-        patch.object(live, "_paying", lambda *_: windows.append(number)),
-    ):
-        for number, factor in enumerate(factors, 1):
-            slow = 1.0 if number == 1 else 2.0
-            times = {0: PassSeconds(1.0, 2.0), 1: PassSeconds(slow, 2 * slow)}
-            link = LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.1 * factor, 0.1, matters=factor != 1)
-            plugin.drift, live._is_boundary = compare(plan, times, 0.2, (link,)), True
-            live.before_passes()
-    assert windows == expected
+    links = [LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.1 * factor, 0.1, matters=factor != 1) for factor in factors]
+    looked_for, _ = followed([(1.0 if link is links[0] else 2.0, (link,)) for link in links])
+    assert [number for number, _ in looked_for] == expected

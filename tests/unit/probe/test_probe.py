@@ -1,7 +1,5 @@
 """The cluster that a probe makes from measurements. The tests derive the measurements from a known cluster."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Profiling on a simulated device; memory limits, and errors that mean out of memory."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import math
@@ -23,15 +21,6 @@ from torch import nn
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
 from colossal_hetero.profiling import device_profiler, memory
 from colossal_hetero.profiling.device_profiler import RESERVE, STEADY_SECONDS, largest_batch, profile_device
-from colossal_hetero.profiling.memory import (
-    MemoryLimit,
-    is_out_of_memory,
-    memory_limit,
-    outside_bytes,
-    recover,
-    reserved_memory,
-    used_bytes,
-)
 from colossal_hetero.profiling.rank_profiler import is_too_few_samples, smallest_batch
 
 CPU = torch.device("cpu")
@@ -152,7 +141,7 @@ LARGE = 10**6
 def profiled(device: Device, cap: int, **options: Any) -> DeviceProfile:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
-            "memory_limit": lambda _: MemoryLimit(device.limit, device.is_hard, "a test"),
+            "memory_limit": lambda _: memory.MemoryLimit(device.limit, device.is_hard, "a test"),
             "used_bytes": lambda _: 1000 + device.held,
             "peak_bytes": lambda _: device.peak,
             "reset_peak": lambda _: None,
@@ -237,7 +226,6 @@ def test_a_size_that_fits_only_once_is_rejected() -> None:
 
 @contextmanager
 def address_space(room: int) -> Iterator[int]:
-    """Limit the address space to ``room`` bytes above the mapped memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + room
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
@@ -258,12 +246,12 @@ def test_errors_that_mean_out_of_memory() -> None:
         RuntimeError("std::bad_alloc"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ):
-        assert is_out_of_memory(error)
+        assert memory.is_out_of_memory(error)
         wrapped = ValueError("the step failed")
         wrapped.__cause__ = error
-        assert is_out_of_memory(wrapped)
+        assert memory.is_out_of_memory(wrapped)
     for other in (None, ValueError("out of memory is a phrase"), RuntimeError("shapes do not match"), OSError(2, "no")):
-        assert not is_out_of_memory(other)
+        assert not memory.is_out_of_memory(other)
 
 
 def test_a_process_recovers_from_real_errors_of_the_cpu_at_the_limit_of_the_address_space() -> None:
@@ -275,46 +263,46 @@ def test_a_process_recovers_from_real_errors_of_the_cpu_at_the_limit_of_the_addr
         for _ in range(4):  # without recover(), memory of the first attempt would make the second one fail too early
             with pytest.raises(RuntimeError) as caught:
                 fails()
-            assert is_out_of_memory(caught.value)
-            recover(caught.value)
+            assert memory.is_out_of_memory(caught.value)
+            memory.recover(caught.value)
         with pytest.raises(MemoryError) as refused:
             bytearray(1 << 30)
-        assert is_out_of_memory(refused.value)
+        assert memory.is_out_of_memory(refused.value)
     with address_space(200 << 20) as limit:
-        found = memory_limit(CPU)
+        found = memory.memory_limit(CPU)
         assert found.bytes == limit and found.is_hard
-        before = used_bytes(CPU)
-        with reserved_memory(100 << 20, CPU):
-            assert used_bytes(CPU) - before >= 100 << 20
-        with pytest.raises(RuntimeError) as caught, reserved_memory(300 << 20, CPU):
+        before = memory.used_bytes(CPU)
+        with memory.reserved_memory(100 << 20, CPU):
+            assert memory.used_bytes(CPU) - before >= 100 << 20
+        with pytest.raises(RuntimeError) as caught, memory.reserved_memory(300 << 20, CPU):
             pass
-        assert is_out_of_memory(caught.value)
-    before = used_bytes(CPU)
-    with reserved_memory(64 << 20, CPU):  # is resident
-        assert used_bytes(CPU) - before > 60 << 20
-    assert used_bytes(CPU) - before < 10 << 20  # and released
+        assert memory.is_out_of_memory(caught.value)
+    before = memory.used_bytes(CPU)
+    with memory.reserved_memory(64 << 20, CPU):  # is resident
+        assert memory.used_bytes(CPU) - before > 60 << 20
+    assert memory.used_bytes(CPU) - before < 10 << 20  # and released
 
 
 def test_without_a_hard_limit_ranks_share_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_left_in_control_group", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    alone = memory_limit(CPU)
+    alone = memory.memory_limit(CPU)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    shared = memory_limit(CPU)
+    shared = memory.memory_limit(CPU)
     assert not alone.is_hard and not shared.is_hard
-    used = used_bytes(CPU)
+    used = memory.used_bytes(CPU)
     assert used < shared.bytes < alone.bytes < used + psutil.virtual_memory().total
     assert (alone.bytes - used) / (shared.bytes - used) == pytest.approx(4, rel=0.1)
     monkeypatch.setattr(memory, "_left_in_control_group", lambda: 4 << 20)
-    assert memory_limit(CPU).bytes < used + (4 << 20) and "control group" in memory_limit(CPU).source
+    assert memory.memory_limit(CPU).bytes < used + (4 << 20) and "control group" in memory.memory_limit(CPU).source
 
 
 def test_what_is_in_use_beside_the_allocator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 80 bytes, 30 are free and 40 are the allocator's."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
-    assert outside_bytes(torch.device("cuda", 0)) == 10
-    assert outside_bytes(CPU) is None
+    assert memory.outside_bytes(torch.device("cuda", 0)) == 10
+    assert memory.outside_bytes(CPU) is None
 
 
 def test_control_groups_of_both_versions(tmp_path: Path) -> None:

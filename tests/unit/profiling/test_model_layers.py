@@ -1,7 +1,5 @@
 """The blocks are those that Colossal-AI counts; bytes equal the formulas; profiles of several degrees are merged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,18 +7,6 @@ import timm
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (imports packages that transformers needs, without their warnings)
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
@@ -32,10 +18,16 @@ HIDDEN, INNER, WORDS, TOKENS, LAYERS = 32, 64, 50, 16, 3
 SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "vocab_size": WORDS}
 WIDE = {**SIZES, "intermediate_size": INNER}
 FAMILIES: dict[str, tuple[type, Any]] = {
-    "transformer.h": (GPT2LMHeadModel, GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=2, vocab_size=WORDS)),
-    "model.layers": (LlamaForCausalLM, LlamaConfig(**WIDE)),
-    "bert.encoder.layer": (BertForSequenceClassification, BertConfig(**WIDE)),
-    "model.decoder.layers": (OPTForCausalLM, OPTConfig(**SIZES, ffn_dim=INNER, word_embed_proj_dim=HIDDEN)),
+    "transformer.h": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=2, vocab_size=WORDS),
+    ),
+    "model.layers": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**WIDE)),
+    "bert.encoder.layer": (transformers.BertForSequenceClassification, transformers.BertConfig(**WIDE)),
+    "model.decoder.layers": (
+        transformers.OPTForCausalLM,
+        transformers.OPTConfig(**SIZES, ffn_dim=INNER, word_embed_proj_dim=HIDDEN),
+    ),
 }
 
 
@@ -85,7 +77,9 @@ def test_other_models_have_the_same_blocks_or_are_refused() -> None:
     wrapped = nn.ModuleDict({"module": timm.create_model("vit_tiny_patch16_224", depth=2)})
     assert find_block_row(wrapped).name == "module.blocks"
     with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=2, vocab_size=50))
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=2, vocab_size=50)
+        )
     with pytest.raises(ValueError, match=r"more than one row of blocks: decoder.block, encoder.block; .*name the row"):
         find_block_row(model)
     assert len(find_block_row(model, "encoder.block").blocks) == 2
@@ -98,8 +92,6 @@ def test_other_models_have_the_same_blocks_or_are_refused() -> None:
 
 
 class Twice(nn.Module):
-    """Runs its blocks twice, which is not possible in a pipeline."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))

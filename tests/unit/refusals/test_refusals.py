@@ -4,8 +4,6 @@
 ``files.txt`` changes of valid files.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
@@ -17,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import colossal_hetero
 from colossal_hetero import ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.data_parallel.loader import make_loader
+from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
 from colossal_hetero.elastic.environment import ElasticEnvironment
 from colossal_hetero.planner import Curve
 from colossal_hetero.planner.batches import batch_profile as batch_profiles
@@ -35,57 +36,55 @@ from tests.support.batch_profiles import profile as batch_profile
 from tests.support.command_line import run
 from tests.support.layer_checkpoints import save_steps
 from tests.support.paths import REPOSITORY
+from tests.support.simulated_layers import Model, SimulatedClock
 from tests.support.transcripts import missing_part, read_cases
+from tests.unit.benchmarks import test_sailor_tables as sailor
 from tests.unit.commands.test_plan_command import CLUSTER, PRICES
 from tests.unit.commands.test_plan_command import profile as planned_profile
+from tests.unit.data_parallel.test_progress import play
 from tests.unit.elastic.test_membership import JOB
+from tests.unit.planner.batches import test_adapt as adapt
 from tests.unit.planner.cluster.test_cluster_file import FILE
 from tests.unit.planner.profile.test_layer_profile import profile as layer_profile
+from tests.unit.plugin.test_arguments import groups
+from tests.unit.profiling.test_layer_profiler import measure
 
 
-def cases(name: str) -> list[tuple[str, str]]:
-    return read_cases(Path(__file__).with_name(f"{name}.txt"))
+def refusal(kinds: type[Exception] | tuple[type[Exception], ...], function: Callable, *arguments: Any) -> str:
+    with pytest.raises(kinds) as error:
+        function(*arguments)
+    return str(error.value)
 
 
-@pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """Valid files, by their names in ``commands.txt``."""
-    folder = tmp_path_factory.mktemp("files")
+def command(line: str, folder: Path) -> str:
+    """``{name}`` in a line is a valid file of this name."""
     files = {"layers": "layers.json", "plan": "plan.json", "batches": "batches.json", "cluster": "cluster.toml"}
-    found = {name: folder / file for name, file in files.items()}
-    found |= {"prices": folder / "prices.toml", "checkpoints": folder / "checkpoints", "folder": folder}
-    found["cluster"].write_text(CLUSTER)
-    found["prices"].write_text(CLUSTER.replace("\n[[clusters]]", PRICES, 1))
-    layer_profiles.save_profile(planned_profile(), found["layers"])
-    save_plan(plans.plan(), found["plan"])
-    batch_profiles.save_profile(batch_profile(links=[]), found["batches"])
-    save_steps(found["checkpoints"], 10, 20)
-    return {**found, "sizes": "--layers 4 --hidden 64 --heads 4 --vocabulary 100 --sequence 32"}
-
-
-@pytest.mark.parametrize(("command", "says"), cases("commands"))
-def test_commands(names: dict[str, object], command: str, says: str) -> None:
-    result = run(*shlex.split(command.format(**names)))
+    names: dict[str, Any] = {name: folder / file for name, file in files.items()}
+    names |= {"prices": folder / "prices.toml", "checkpoints": folder / "checkpoints", "folder": folder}
+    if not names["plan"].exists():
+        names["cluster"].write_text(CLUSTER)
+        names["prices"].write_text(CLUSTER.replace("\n[[clusters]]", PRICES, 1))
+        layer_profiles.save_profile(planned_profile(), names["layers"])
+        batch_profiles.save_profile(batch_profile(links=[]), names["batches"])
+        save_steps(names["checkpoints"], 10, 20)
+        save_plan(plans.plan(), names["plan"])
+    names["sizes"] = "--layers 4 --hidden 64 --heads 4 --vocabulary 100 --sequence 32"
+    result = run(*shlex.split(line.format(**names)))
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
     message = result.output.partition("Error: ")[2]
     (_, *pointer) = message.splitlines()
     assert all(line.startswith("  ") for line in pointer), "below the line there is only the place in a layout"
-    missing = missing_part(says, message)
-    assert missing is None, missing
+    return message
 
 
-@pytest.mark.parametrize(("line", "says"), cases("flags"))
-def test_flags_of_examples(line: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    example, ranks, *flags = line.split()
+def flags(line: str, folder: Path) -> str:
+    example, ranks, *given = line.split()
     module = importlib.import_module(f"examples.{example}.options")
-    with pytest.raises(UsageError) as error:
-        if example == "elastic":
-            module.check_options(module.parse_demo_options(flags))
-        else:
-            module.check_options(module.parse_options(flags), int(ranks))
-    message = str(error.value)
-    assert "\n" not in message and missing_part(says, message) is None, message
+    parse = module.parse_demo_options if example == "elastic" else module.parse_options
+    check = module.check if example == "vit" else module.check_options
+    message = refusal(UsageError, lambda: check(parse(given), *([] if example == "elastic" else [int(ranks)])))
+    assert "\n" not in message
+    return message
 
 
 EXAMPLES = REPOSITORY / "examples/plans"
@@ -107,16 +106,45 @@ def stragglers(**changes: Any) -> None:
     inject_stragglers(torch.nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), made)
 
 
+def sampler() -> GlobalBatchSampler:
+    return GlobalBatchSampler(10, 4, 0, 1, shuffle=True, seed=7)
+
+
+def measure_layers(**options: Any) -> None:
+    measure(Model(SimulatedClock()), **options)
+
+
+def loader(dataset: Any, **options: Any) -> None:
+    made = make_loader(dataset, 4, 0, 1, **options)
+    made.divide_by(lambda samples: [[samples]])
+    iter(made)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Endless:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 MODULES = (
-    *("balance", "testing", "elastic.environment", "elastic.membership", "elastic.world", "plugin.zero.zero_plugin"),
-    *("planner", "planner.batches.allocation", "planner.cluster.all_reduce", "planner.cluster.gpu_catalog", "layers"),
-    *("planner.cluster.topology", "planner.cost.simulate", "planner.profile.estimate", "planner.cost.layout_line"),
+    *("balance", "balance.plan", "testing", "elastic.environment", "elastic.membership", "elastic.world", "planner"),
+    *("plugin.zero.zero_plugin", "plugin.zero.zero_stages", "plugin.zero.zero_checkpoints", "plugin.elastic.members"),
+    *("planner.batches.allocation", "planner.cluster.all_reduce", "planner.cluster.gpu_catalog"),
+    *("planner.cluster.group_networks", "planner.cluster.topology", "planner.cost.simulate"),
+    *("planner.profile.estimate", "planner.cost.layout_line", "planner.cost.pass_order", "planner.batches.adapt"),
+    *("checkpoint.held_pieces", "layers"),
 )
 SETTINGS: dict[str, Any] = {}
 for each in MODULES:
     SETTINGS |= vars(importlib.import_module(f"colossal_hetero.{each}"))
 SETTINGS |= {name: getattr(colossal_hetero, name) for name in colossal_hetero.__all__} | vars(plans) | vars(machines)
 SETTINGS |= dict(elastic_plugin=elastic_plugin, elastic_environment=elastic_environment, stragglers=stragglers)
+SETTINGS |= dict(sampler=sampler, loader=loader, make_loader=make_loader, Stream=Stream, Endless=Endless)
+SETTINGS |= dict(play=play, groups=groups, measure_layers=measure_layers, sailor=sailor, adapt=adapt)
 SETTINGS |= dict(batch_profile=batch_profile, layer_profile=layer_profile, inf=math.inf, nan=math.nan, np=np)
 SETTINGS |= dict(evaluate_layout=evaluate_layout, OPT_CLUSTER=load_cluster(EXAMPLES / "clusters/a100-v100.toml"))
 SETTINGS["OPT_350"] = layer_profiles.load_profile(EXAMPLES / "opt-350-a100-v100.json")
@@ -124,12 +152,8 @@ SETTINGS["CURVE"] = Curve.from_seconds([1.0, 2.0])
 SETTINGS["MODEL"] = Transformer(layers=30, hidden=3072, vocabulary=51200, sequence=2048, heads=32)
 
 
-@pytest.mark.parametrize(("expression", "says"), cases("settings"))
-def test_settings(expression: str, says: str) -> None:
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
-        eval(expression, dict(SETTINGS))
-    missing = missing_part(says, str(error.value))
-    assert missing is None, missing
+def setting(expression: str, folder: Path) -> str:
+    return refusal((ValueError, TypeError, RuntimeError), eval, expression, dict(SETTINGS))
 
 
 FILES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
@@ -142,20 +166,32 @@ FILES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "says"), cases("files"))
-def test_files(case: str, says: str, tmp_path: Path) -> None:
+def file(case: str, folder: Path) -> str:
     kind, _, change = case.partition(": ")
     save, load = FILES[kind]
-    path = tmp_path / "file"
+    path = folder / "file"
     save(path)
     scope = {"content": path.read_text() if kind == "cluster" else json.loads(path.read_text())}
     before = json.dumps(scope)
     exec(change, {}, scope)
     assert json.dumps(scope) != before, "the change changes nothing"
     path.write_text(scope["content"] if kind == "cluster" else json.dumps(scope["content"]))
-    with pytest.raises(ValueError) as error:
-        load(path)
-    message = str(error.value)
-    assert message.startswith(str(path)) and "\n" not in message and "pydantic" not in message
-    missing = missing_part(says, message)
-    assert missing is None, missing
+    message = refusal(ValueError, load, path)
+    assert message.startswith(str(path)) and "\n" not in message and "pydantic" not in message, message
+    return message
+
+
+@pytest.mark.parametrize(
+    "table, message", [("commands", command), ("flags", flags), ("settings", setting), ("files", file)]
+)
+def test_refusals(table, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    wrong = []
+    for case, says in read_cases(Path(__file__).with_name(f"{table}.txt")):
+        try:
+            missing = missing_part(says, message(case, tmp_path))
+        except (Exception, pytest.fail.Exception) as error:
+            missing = repr(error)
+        if missing is not None:
+            wrong.append(f"{case}: {missing}")
+    assert not wrong, "\n".join(wrong)

@@ -1,7 +1,5 @@
 """Injected stragglers: which ranks a schedule slows and when, how products are slowed, and repeated passes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -20,7 +18,6 @@ def test_slowdowns_by_rank() -> None:
 
 
 def table(stragglers: Stragglers, periods: int) -> list[list[float]]:
-    """The slowdown χ by period and rank."""
     return [[stragglers.slowdown(rank, p) for rank in range(stragglers.world_size)] for p in range(periods)]
 
 
@@ -73,9 +70,7 @@ ROUND_ROBIN = dict(schedule="round-robin", period="iteration")
         (1, None, {}, [1.0, 1.0, 1.0]),
     ],
 )
-def test_injection_follows_the_schedule_by_iteration_and_by_epoch(
-    monkeypatch: pytest.MonkeyPatch, rank: int, per_epoch: int | None, options: Any, expected: list[float]
-) -> None:
+def test_injection_follows_the_schedule_by_iteration_and_by_epoch(monkeypatch, rank, per_epoch, options, expected):
     layer, optimizer, seen = type("Layer", (), {"slow_down": None})(), Optimizer(), []
     monkeypatch.setattr(linear, "hetero_layers", lambda model: {"layer": layer})
     monkeypatch.setattr(module.dist, "get_rank", lambda: rank)

@@ -1,7 +1,5 @@
 """Ranks' speeds over time: what is noticed and when, and that plans settle, recover and are not shaken by flicker."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 
 import numpy as np
@@ -24,13 +22,6 @@ MIGRATE = BalanceConfig(mode="migrate")
 SIMULATED = examples(ordinary=15, thorough=150)
 
 
-@SIMULATED
-@given(st.integers(0, 10**6), st.integers(2, 8), st.floats(0, 0.1))
-def test_noise_alone_never_prunes(seed: int, ranks: int, overhead: float) -> None:
-    plans = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead).run([1.0] * 60)
-    assert set(plans) == {BalancePlan.idle(ranks)}
-
-
 @pytest.mark.parametrize("noise", [0.1, 0.3])
 def test_noise_makes_no_stragglers_beside_a_real_one(noise: float) -> None:
     """As with eight ranks on two cores: the least of eight noisy times is far below the others."""
@@ -42,9 +33,7 @@ def test_noise_makes_no_stragglers_beside_a_real_one(noise: float) -> None:
 
 @SIMULATED
 @given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
-def test_the_plan_for_a_straggler_lands_on_eq1_in_few_changes_and_ends_with_it(
-    seed: int, ranks: int, slow: int, slowdown: float, overhead: float
-) -> None:
+def test_the_plan_for_a_straggler_lands_on_eq1_in_few_changes_and_ends_with_it(seed, ranks, slow, slowdown, overhead):
     slow %= ranks
     group = SimulatedGroup(ranks, RESIZE, seed, noise=0.05, overhead=overhead)
     plans = group.run([1.0] * 10 + [slowdown] * 300, slow)[10:]

@@ -1,7 +1,5 @@
 """Batch profiles, curves through measured points, and allocations against all others by enumeration."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -75,12 +73,8 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
         tiny.curves(2)
 
 
-# Time curves --------------------------------------------------------------------------------------------------------
-
-
 @st.composite
 def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
-    """Points whose times rise, except for noise."""
     batches = sorted(draw(st.sets(st.integers(1, 64), min_size=2, max_size=8)))
     times, time = [], draw(st.floats(0.001, 1.0))
     for _ in batches:
@@ -136,25 +130,6 @@ def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curv
     return Curve.from_seconds(factor * (0.2 + 0.1 * np.arange(1, max_batch + 1)), min_batch)
 
 
-def noisy(seed: int, max_batch: int = 64) -> Curve:
-    """A curve through points of which each has an error of up to 4 %."""
-    random = np.random.default_rng(seed)
-    sizes = (1, 2, 8, 16, 32, 64)
-    return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.96, 1.04) for size in sizes}, max_batch)
-
-
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (3, 1), (4, 2), (3, 3)])
-def test_equal_devices_get_equal_parts_in_spite_of_noise(ranks: int, stage: int) -> None:
-    unequal = 0
-    for seed in range(5):
-        curves = [noisy(ranks * seed + rank) for rank in range(ranks)]
-        groups = equal_devices(["gpu"] * ranks, curves)
-        divided = allocate(joint_curves(curves, groups), 48 * ranks, stage)
-        assert [share.samples for share in divided.shares] == [48] * ranks
-        unequal += len({share.samples for share in allocate(curves, 48 * ranks, stage).shares}) > 1
-    assert unequal > 0  # without joint curves, noise divides unequally
-
-
 def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
     curves = [device_curve(1.0), device_curve(2.0), device_curve(1.02), device_curve(2.0 * (1 + 0.5 * MAX_SPREAD))]
     groups = equal_devices(["gpu"] * 4, curves)
@@ -208,8 +183,6 @@ step_times = st.one_of(st.just(0.0), st.sampled_from([0.5, 4.0]), st.floats(0.01
 
 @st.composite
 def clusters(draw: st.DrawFn, most_kinds: int = 3, most_ranks: int = 4, smallest: int = 1) -> list[Curve]:
-    """Ranks of a few kinds, for a model that trains with at least ``smallest`` samples."""
-
     def curve() -> Curve:
         steps = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.7]), min_size=smallest - 1, max_size=smallest + 4))
         first = draw(st.sampled_from([0.1, 1.0, 3.0]))
@@ -230,15 +203,7 @@ def parts(samples: int, largest: list[int], floor: int) -> Iterator[tuple[int, .
             yield (first, *rest)
 
 
-def least_wall(
-    curves: list[Curve],
-    samples: int,
-    stage: int,
-    accumulation: str,
-    communication: float,
-    steps: list[float],
-    number: int | None = None,
-) -> float:
+def least_wall(curves, samples, stage, accumulation, communication, steps, number=None) -> float:
     """The shortest wall time, found by enumeration of all sizes and divisions, and of all numbers of micro-steps unless
     a ``number`` is given; infinite if none is possible."""
     times = [[float(s) for s in curve.seconds] for curve in curves]
@@ -319,9 +284,7 @@ def check_sound(
 @pytest.mark.parametrize("stage, accumulation, smallest", [*((*each, 1) for each in SETTINGS), *FOR_LARGER])
 @examples(ordinary=25, thorough=200)
 @given(st.data(), st.integers(1, 12), communications)
-def test_no_allocation_is_better(
-    stage: int, accumulation: str, smallest: int, data: st.DataObject, samples: int, communication: float
-) -> None:
+def test_no_allocation_is_better(stage, accumulation, smallest, data, samples, communication):
     curves = data.draw(clusters(smallest=data.draw(st.integers(smallest, 4)) if smallest > 1 else 1))
     step = data.draw(st.lists(step_times, min_size=len(curves), max_size=len(curves)))
     options = {"accumulation": accumulation, "communication_seconds": communication, "step_seconds": step}
@@ -338,9 +301,7 @@ def test_no_allocation_is_better(
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
 @examples(ordinary=12, thorough=180)
 @given(st.data(), st.integers(1, 300), communications, st.integers(1, 3))
-def test_exact_is_never_slower_than_the_simple_rules(
-    stage: int, accumulation: str, data: st.DataObject, samples: int, communication: float, smallest: int
-) -> None:
+def test_exact_is_never_slower_than_the_simple_rules(stage, accumulation, data, samples, communication, smallest):
     """Rules that cannot keep the smallest micro-batch say so."""
     curves = data.draw(clusters(4, 12, smallest))
     flops = data.draw(st.lists(st.floats(0.1, 10), min_size=len(curves), max_size=len(curves)))

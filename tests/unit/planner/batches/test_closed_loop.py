@@ -1,7 +1,5 @@
 """The closed loop that divides global batches again, on simulated replicas."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +19,6 @@ def replicas(count: int, sample_seconds: float) -> list[SimulatedReplica]:
 
 
 def best_wall(simulation: Simulation) -> float:
-    """What an iteration takes in the best fixed division."""
     return simulation.mean_wall(simulation.best_division())
 
 
@@ -155,7 +152,6 @@ def loop(ranks: int = 2, min_gain: float = 0.02, samples: int = 12) -> Redivisio
 
 
 def constant(speeds: Sequence[float], redivision: Redivision, count: int) -> list[list[GlobalBatchTime]]:
-    """Times of global batches without noise."""
     shares = redivision.allocation.shares
     return [
         [GlobalBatchTime(float(share.samples), share.samples, speed * share.samples, 0.0)] * count

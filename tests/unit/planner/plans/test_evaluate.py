@@ -1,12 +1,8 @@
 """Given plans and layouts: priced as by the search; lines written and read back, errors that point to a column."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ from hypothesis import strategies as st
 
 from colossal_hetero.common.text import MarkedError
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices
 from colossal_hetero.planner.cost.layout_line import (
     PipelineLayout,
@@ -27,23 +22,17 @@ from colossal_hetero.planner.cost.layout_line import (
 )
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile
+from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.paths import REPOSITORY
 from tests.support.planning import make_plans
-from tests.support.random_clusters import Problem, large_problem, small_problem, whole_space_problem
+from tests.support.random_clusters import large_problem, small_problem, whole_space_problem
 from tests.support.random_examples import IS_THOROUGH
 
 EXAMPLES = REPOSITORY / "examples/plans"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Topology:
-    return load_cluster(EXAMPLES / "clusters/a100-v100.toml")
-
-
-@pytest.fixture(scope="module")
-def profile() -> ModelProfile:
-    return load_profile(EXAMPLES / "opt-350-a100-v100.json")
+CLUSTER = load_cluster(EXAMPLES / "clusters/a100-v100.toml")
+PROFILE = load_profile(EXAMPLES / "opt-350-a100-v100.json")
 
 
 def same_times(one: Plan, other: Plan) -> bool:
@@ -67,9 +56,7 @@ def same_times(one: Plan, other: Plan) -> bool:
         (large_problem, {}),
     ],
 )
-def test_the_planners_plans_and_their_lines_cost_the_same(
-    make: Callable[[int], Problem], wishes: dict[str, Any]
-) -> None:
+def test_the_planners_plans_and_their_lines_cost_the_same(make, wishes):
     used = set[str]()
     for seed in range(4, 40 if IS_THOROUGH else 9):
         topology, profile, global_batch = make(seed)
@@ -92,51 +79,48 @@ def test_the_planners_plans_and_their_lines_cost_the_same(
     assert used == set(wishes.get("schedules", ("1f1b",)))
 
 
-def test_micro_batches_are_divided_for_the_earliest_end(cluster: Topology, profile: ModelProfile) -> None:
+def test_micro_batches_are_divided_for_the_earliest_end() -> None:
     line = "dp 2 = pp [A100-40 0-23] + pp [4 x V100-16 0-23], micro-batch 2"
-    free = evaluate_layout(cluster, profile, read_layout(line), global_batch=48).plan
+    free = evaluate_layout(CLUSTER, PROFILE, read_layout(line), global_batch=48).plan
     assert sum(replica.micro_batches for replica in free.replicas) == 24
     others = []
     for first in range(1, 21):
         given = read_layout(f"pp [A100-40 0-23] x {first} + pp [4 x V100-16 0-23] x {24 - first}, micro-batch 2")
-        others.append(evaluate_layout(cluster, profile, given).plan.iteration_seconds)
+        others.append(evaluate_layout(CLUSTER, PROFILE, given).plan.iteration_seconds)
     assert free.iteration_seconds == pytest.approx(min(others), rel=1e-9)
-    alike = evaluate_layout(cluster, profile, read_layout("dp 4 x [A100-40 0-23], micro-batch 2"), global_batch=64)
+    alike = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 4 x [A100-40 0-23], micro-batch 2"), global_batch=64)
     assert [replica.micro_batches for replica in alike.plan.replicas] == [8] * 4
 
 
-def test_what_does_not_fit_is_priced_and_named(cluster: Topology, profile: ModelProfile) -> None:
-    evaluated = evaluate_layout(cluster, profile, read_layout("dp 2 x pp [V100-16 0-23], micro-batch 4 x 8"))
+def test_what_does_not_fit_is_priced_and_named() -> None:
+    evaluated = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 2 x pp [V100-16 0-23], micro-batch 4 x 8"))
     assert not evaluated.fits
     assert [(replica, stage) for replica, stage, _ in evaluated.too_large] == [(0, 0), (1, 0)]
     assert evaluated.fullest.memory_bytes > evaluated.fullest.memory_available_bytes
-    few = evaluate_layout(cluster, profile, read_layout("dp 1 x pp [4 x V100-16 0-23], micro-batch 1 x 2"))
+    few = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 1 x pp [4 x V100-16 0-23], micro-batch 1 x 2"))
     assert few.problem is not None and "2 micro-batches for 4 stages" in few.problem
 
 
-def test_slow_devices_are_left_out(cluster: Topology, profile: ModelProfile) -> None:
-    devices = list(cluster.devices)
+def test_slow_devices_are_left_out() -> None:
+    devices = list(CLUSTER.devices)
     for slow in (4, 9):
         devices[slow] = dataclasses.replace(devices[slow], speed=0.5)
-    throttled = dataclasses.replace(cluster, devices=tuple(devices))
+    throttled = dataclasses.replace(CLUSTER, devices=tuple(devices))
     line = read_layout("dp 3 x pp [2 x V100-16 0-23], micro-batch 1 x 8")
     used = {
-        rank for row in evaluate_layout(throttled, profile, line).plan.rank_order for ranks in row for rank in ranks
+        rank for row in evaluate_layout(throttled, PROFILE, line).plan.rank_order for ranks in row for rank in ranks
     }
     assert used == set(range(4, 12)) - {4, 9}
 
 
-def test_plans_of_other_machines(cluster: Topology, profile: ModelProfile) -> None:
-    plan = evaluate_layout(cluster, profile, read_layout("dp 2 x pp [4 x V100-16 0-23], micro-batch 1 x 8")).plan
-    assert why_other_devices(cluster, plan) is None
-    smaller = dataclasses.replace(cluster, devices=cluster.devices[:8], nodes=cluster.nodes[:2])
+def test_plans_of_other_machines() -> None:
+    plan = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 2 x pp [4 x V100-16 0-23], micro-batch 1 x 8")).plan
+    assert why_other_devices(CLUSTER, plan) is None
+    smaller = dataclasses.replace(CLUSTER, devices=CLUSTER.devices[:8], nodes=CLUSTER.nodes[:2])
     problem = why_other_devices(smaller, plan)
     assert problem is not None and "the cluster has only ranks 0 to 7" in problem
     with pytest.raises(ValueError, match="the cluster has only ranks 0 to 7"):
-        evaluate_plan(smaller, profile, plan)
-
-
-# Layouts on one line ------------------------------------------------------------------------------------------------
+        evaluate_plan(smaller, PROFILE, plan)
 
 
 DEVICES = ("A100-40", "V100-16", "3090", "x-2", "Xeon 2.4 GHz", "tp-kind")

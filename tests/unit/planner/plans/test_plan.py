@@ -1,7 +1,5 @@
 """Plan files and values that are computed from a plan; predictions for given ranks, and how sure they are."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -29,7 +27,6 @@ names = st.text(min_size=1, max_size=8)
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Random plans: any split into stages, ranks in any order, any characters in texts."""
     blocks, degree = draw(st.integers(1, 9)), draw(st.integers(1, 3))
     cuts = draw(st.lists(st.lists(st.integers(1, max(blocks - 1, 1)), unique=True, max_size=3), min_size=1, max_size=4))
     bounds = [(0, *sorted(cut for cut in own if cut < blocks), blocks) for own in cuts]
@@ -150,9 +147,6 @@ def test_a_pipeline_costs_what_the_formula_says():
     # backward, a layer needs twice what it keeps of one micro-batch.
     assert stages[0].memory_overhead_bytes == pytest.approx(2 * 2 * MB)
     assert stages[0].memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
-
-
-def test_a_group_of_two_kinds_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(0, 2\) \(fast, slow\) are not a tensor-parallel group"):
         predict_plan(machines("slow", "fast"), profile(), [[[0, 2], [1, 3]]], micro_batch=2, global_batch=16)
 
@@ -195,9 +189,8 @@ def test_at_least_the_measured_context_is_reserved():
         make_plans(topology, profile(context_bytes={"slow": 2 * 10**10}), global_batch=4)
 
 
-@pytest.mark.parametrize(
-    ("synchronization", "passes", "equal", "expected"),
-    [
+def test_passes_hide_what_is_not_longer() -> None:
+    for synchronization, passes, equal, expected in (
         (0.0, [(1.0, 2.0)], True, 0.0),
         (2.0, [(1.0, 2.0)], True, 0.0),
         # 3 s of gradients behind 2 s, and 3 s of parameters behind 1 s.
@@ -209,12 +202,8 @@ def test_at_least_the_measured_context_is_reserved():
         (4.0, [(0.0, 0.0)], True, 4.0),
         # Of replicas that are not alike, parameters are gathered after the step.
         (6.0, [(1.0, 2.0)], False, 1.0 + 3.0),
-    ],
-)
-def test_passes_hide_what_is_not_longer(
-    synchronization: float, passes: list[tuple[float, float]], equal: bool, expected: float
-) -> None:
-    assert exposed_seconds(synchronization, passes, equal=equal) == pytest.approx(expected)
+    ):
+        assert exposed_seconds(synchronization, passes, equal=equal) == pytest.approx(expected)
 
 
 def test_a_prediction_counts_what_is_not_hidden() -> None:
@@ -279,16 +268,13 @@ def predicted(known: ModelProfile, layout: str) -> Plan:
 
 @pytest.fixture(scope="module")
 def logarithms() -> dict[str, np.ndarray]:
-    """Logarithms of the predicted times by layout, for profiles that are drawn at random."""
     known = unsure_profile()
     draws = [drawn(known, seed) for seed in range(DRAWS)]
     return {layout: np.log([predicted(each, layout).iteration_seconds for each in draws]) for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_prediction_and_a_difference_are_as_sure_as_random_profiles_say(
-    layout: str, logarithms: dict[str, np.ndarray]
-) -> None:
+def test_a_prediction_and_a_difference_are_as_sure_as_random_profiles_say(layout, logarithms):
     known, first = unsure_profile(), "a pipeline of both kinds"
     error = prediction_error(predicted(known, layout), known)
     assert error == pytest.approx(logarithms[layout].std(), rel=0.15)

@@ -1,7 +1,5 @@
 """The report of an allocation: lines, comparison, picture; tables in narrow terminals."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -25,18 +23,6 @@ def printed(report: object, width: int = 140) -> str:
     stream = io.StringIO()
     Console(file=stream, width=width).print(render(report))
     return stream.getvalue()
-
-
-def test_equal_ranks_with_equal_shares_share_a_line() -> None:
-    report = compare(profile(ranks=[0, 1, 0, 0], links=[]), 16)
-    lines = device_lines(report.profile, report.chosen)
-    assert sorted(rank for line in lines for rank in line.ranks) == [0, 1, 2, 3]
-    assert len({(line.device.device, line.share) for line in lines}) == len(lines)
-    for line in lines:
-        assert all(report.profile.kinds[report.profile.ranks[rank]] is line.device for rank in line.ranks)
-        assert {report.chosen.shares[rank] for rank in line.ranks} == {line.share}
-    many = compare(profile(ranks=[rank % 2 for rank in range(1024)], links=[]), 4096)
-    assert len(device_lines(many.profile, many.chosen)) <= 6
 
 
 def test_the_communication_time_is_the_measured_one_or_follows_from_the_links() -> None:

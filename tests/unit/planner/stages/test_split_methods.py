@@ -1,12 +1,10 @@
 """Stage splits: the exact split against all splits, also with recomputation; those of papers against their rules."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -39,7 +37,6 @@ class Pipeline(NamedTuple):
         return [(0, *cuts, blocks) for cuts in itertools.combinations(range(1, blocks), stages - 1)]
 
     def min_of(self, value: Callable[[Bounds], float]) -> float:
-        """The least value of the splits that fit in memory."""
         return min((value(bounds) for bounds in self.every_split if plain_cost(self, bounds)[0]), default=np.inf)
 
 
@@ -182,18 +179,15 @@ def test_uniform_is_the_division_of_colossalai():
         assert list(parts(uniform_bounds(blocks, stages))) == theirs
 
 
-@pytest.mark.parametrize(
-    ("speeds", "blocks", "expected"),
-    [
+def test_holmes() -> None:
+    for speeds, blocks, expected in (
         ([197.0, 160.0], 30, (17, 13)),  # ⌊1.05·30·197/357⌋
         ([160.0, 197.0], 30, (13, 17)),
         ([1.0, 1.0], 9, (4, 5)),
         ([4.0, 2.0, 1.0, 1.0], 32, (16, 8, 4, 4)),  # ⌊16.8⌋, ⌊8.4⌋, and the rest
         ([100.0, 1.0, 1.0], 6, (4, 1, 1)),
-    ],
-)
-def test_holmes(speeds, blocks, expected):
-    assert parts(split(*pipeline_of(speeds, blocks), "holmes")) == expected
+    ):
+        assert parts(split(*pipeline_of(speeds, blocks), "holmes")) == expected
 
 
 def test_holmes_takes_the_speeds_that_clusters_reached_in_training():
@@ -221,9 +215,8 @@ def test_autohet_has_the_smallest_maximum_load_that_fits():
                 split(*pipeline, "autohet")
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "options", "words"),
-    [
+def test_what_cannot_be_split() -> None:
+    for pipeline, options, words in (
         *((pipeline_of([1.0] * 3, 2), dict(method=method), "3 stages for 2 blocks") for method in METHODS),
         # The first stage holds the activations of two micro-batches: 1 + 2·1.
         (pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]), {}, r"block 0 alone needs 3e-09 GB in slot slot [01]"),
@@ -232,11 +225,9 @@ def test_autohet_has_the_smallest_maximum_load_that_fits():
             {},
             "the blocks need at least 1.7e-08 GB and the slots",
         ),
-    ],
-)
-def test_what_cannot_be_split(pipeline: Pipeline, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        split(*pipeline, **options)
+    ):
+        with pytest.raises(ValueError, match=words):
+            split(*pipeline, **options)
 
 
 def every_choice(pipeline: Pipeline, bounds: Bounds) -> list[tuple[tuple[bool, ...], float, bool]]:
@@ -259,7 +250,6 @@ def test_each_cut_costs_what_the_best_choice_costs(seed: int) -> None:
     plain = random_pipeline(random, 3, 5)
 
     def may_recompute(slot: Slot) -> Slot:
-        """Most slots may, and then keep a part of the activations."""
         costs, share = slot.costs, float(random.uniform(0, 0.5))
         backward, kept = costs.backward_seconds + costs.forward_seconds, share * costs.activation_bytes
         again = replace(costs, backward_seconds=backward, activation_bytes=kept)
