@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 FOLDER = Path(__file__).parent
-MARKERS = {"unit": pytest.mark.unit, "parallel": pytest.mark.parallel, "examples": pytest.mark.example}
+MARKERS = {"parallel": pytest.mark.parallel, "examples": pytest.mark.example, "unit": pytest.mark.unit}
 
 # How long an example takes depends on what else the machine does, so it has no deadline. The numbers of examples are
 # those of tests that do not name a number. The ordinary profile draws the same examples in every run, so that a change
@@ -37,8 +37,14 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests, and put the slowest folders first, so that the processes of pytest-xdist end at about the same time."""
+
+    def folder(item: pytest.Item) -> str:
+        return item.path.relative_to(FOLDER).parts[0]
+
     for item in items:
-        item.add_marker(MARKERS[item.path.relative_to(FOLDER).parts[0]])
+        item.add_marker(MARKERS[folder(item)])
+    items.sort(key=lambda item: [*MARKERS].index(folder(item)))
 
 
 def pytest_collection_finish() -> None:
