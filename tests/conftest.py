@@ -37,7 +37,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests, and put the slowest folders first, so that the processes of pytest-xdist end at about the same time."""
+    """Mark tests, and put the slowest folders first, so that processes of pytest-xdist end together."""
 
     def folder(item: pytest.Item) -> str:
         return item.path.relative_to(FOLDER).parts[0]
