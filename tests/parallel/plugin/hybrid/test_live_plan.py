@@ -251,7 +251,7 @@ def own_batches(case: Case, plugin: Any, loader: Any, steps: int) -> Iterator[di
 
 
 @on(3, 3)
-@on(4, 3)
+@if_thorough(4, 3)
 @on(3, 50)
 def loaders_and_checkpoints_belong_to_the_new_replicas(factor: int, folder: Path) -> None:
     """Loaders from before a move, which brings ranks into other replicas, or leaves the last one idle."""
