@@ -74,8 +74,7 @@ NEWEST_TESTS := tests/unit $(addprefix tests/parallel/,layers cpu checkpoint pro
 	$(addprefix balance/test_,checkpoints model_copies pretest reports resharding seen_blocks) \
 	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run recomputation transformers_policy unsummed_steps) \
 	elastic/test_membership plugin/overlap/test_overlapped_optimizer plugin/zero/test_optimizer_checkpoints))
-# These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import. In
-# balance/test_work_times, the rows of the vocabulary migrate, which they do not with version 5.
+# These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import.
 NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_dropout_and_compile layers/test_language_head \
 	layers/test_partial_gradients layers/test_refusals layers/test_sequence_parallelism)
 
