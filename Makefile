@@ -71,7 +71,7 @@ test-thorough: install
 # A second environment without Colossal-AI's pins, and the tests that are the same there.
 NEWEST := .venv-newest
 NEWEST_TESTS := tests/unit $(addprefix tests/parallel/,layers cpu checkpoint profiling $(addsuffix .py,\
-	$(addprefix balance/test_,checkpoints model_copies pretest reports resharding seen_blocks) \
+	$(addprefix balance/test_,checkpoints model_copies pretest reports resharding seen_blocks work_times) \
 	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run recomputation transformers_policy unsummed_steps) \
 	elastic/test_membership plugin/overlap/test_overlapped_optimizer plugin/zero/test_optimizer_checkpoints))
 # These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import.
