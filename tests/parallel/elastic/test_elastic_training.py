@@ -97,7 +97,7 @@ def test_nobody_waits_for_the_file_of_a_member_that_is_lost(dead: int, tmp_path:
 
 
 def train_with_spares(kill: Kill | None, told: Any) -> None:
-    train(STEPS, kill, None, (), told, ElasticConfig(**QUICK, max_members=3))
+    train(STEPS, kill, None, (), told, ElasticConfig(**QUICK, max_members=3, start_seconds=60.0))
 
 
 def run_with_spare(dead: int | None) -> Outcome:
