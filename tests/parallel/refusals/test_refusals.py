@@ -74,13 +74,15 @@ for each in (changed, with_own_head, boost_with, boost_adapters):
 
 
 def refusal(case: str, names: dict[str, Any]) -> str:
+    """What is said. All ranks have made their groups before the first one destroys what the case has made."""
     try:
-        eval(case, NAMES | names)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return str(error)
+        made, message = eval(case, NAMES | names), "no refusal"
     except Exception as error:
-        return f"no refusal, but {error!r}"
-    return "no refusal"
+        is_refusal = isinstance(error, (ValueError, TypeError, RuntimeError))
+        made, message = error, str(error) if is_refusal else f"no refusal, but {error!r}"
+    dist.barrier()
+    del made
+    return message
 
 
 @on(2, "two_ranks")
@@ -94,7 +96,6 @@ def cases_are_refused(table: str, **names: Any) -> None:
         message = refusal(case, names)
         if (missing := missing_part(says, message)) is not None:
             wrong.append(f"{case}: {missing} of {message!r}")
-        dist.barrier()  # before groups are destroyed
         gc.collect()
     assert not wrong, "\n".join(wrong)
     assert not unraisable, f"errors while something refused was deleted: {unraisable}"
