@@ -302,6 +302,28 @@ def loaders_and_checkpoints_belong_to_the_new_replicas(factor: int, folder: Path
     assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
 
 
+@on(3)
+def an_idle_rank_follows_the_loss_scale() -> None:
+    options = dict(precision="fp16", initial_scale=2**8, growth_interval=3)
+    case, steps = Case("vit", "sgd", (1, 1, 1), options, dict(layer_sums=True), dtype=torch.float32), 12
+    with (
+        patch.object(drift, "StageClock", Clock),
+        patch.object(planned_run, "WINDOW", WINDOW),
+        patch.object(live_plan, "_iteration_seconds", lambda _: None),
+        patch.object(Clock, "factor", 50),
+    ):
+        plugin, Clock.slow = plugin_of(case, cluster(case.nodes)), 2
+        Clock.plugin, model, booster = plugin, MODELS["vit"](), Booster(plugin=plugin)
+        loader = plugin.prepare_dataloader(Samples(case, steps))
+        model, optimizer, _, loader, _ = booster.boost(model, make_optimizer(model, "sgd"), loss_of, loader)
+        for batches, _ in zip(loader.rest_of_epoch(), range(steps), strict=False):
+            booster.execute_pipeline(batches, model, loss_of, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert layers_by_rank(plugin.plan).keys() == {0, 1}
+    assert of_all_ranks(float(optimizer.mixed_precision.grad_scaler.scale)) == [2 ** (8 + steps // 3)] * 3
+
+
 def evaluate(booster: Booster, model: Any, loader: Any) -> tuple[float, int]:
     """Mean loss over all samples, and their number."""
     total, samples, batches = 0.0, 0, iter(loader)
