@@ -186,7 +186,7 @@ class PassesPlugin(HybridParallelPlugin):
             next(batches)
             if torch.is_grad_enabled():
                 self._balancing.begin_idle_iteration()
-                optimizer = args[0] if args else kwargs.get("optimizer")
+                optimizer: Any = args[0] if args else kwargs.get("optimizer")
                 if hasattr(optimizer, "mixed_precision"):  # which scales gradients back only after backward passes
                     optimizer.mixed_precision.pre_backward_by_grad(None, None)
                 self._planned.after_passes()
