@@ -227,7 +227,7 @@ class PassesPlugin(HybridParallelPlugin):
         self, batches: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
         """Train on a batch of this replica, with the sums that belong to its passes."""
-        optimizer = args[0] if args else kwargs.get("optimizer")
+        optimizer: Any = args[0] if args else kwargs.get("optimizer")
         if self._unequal is None:
             if self.scheduler is None:
                 return self._one_stage.forward_backward_step(model, batches, criterion, *args, **kwargs)
@@ -239,8 +239,8 @@ class PassesPlugin(HybridParallelPlugin):
             if self.scheduler is not None:
                 return super().execute_pipeline(batches, model, criterion, *args, **kwargs)
             result = self._one_stage.forward_backward_step(model, batches, criterion, *args, **kwargs)
-            if self.zero_stage == 0 and sums:
-                model.sync_dp_grads()
+            if sums:  # after the passes, which are timed: a rank waits for others here
+                (optimizer if self.zero_stage else model).sync_dp_grads()
         return result
 
     def micro_batch_place(self, number: int) -> tuple[int, int]:

@@ -193,6 +193,9 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         self.gradients = ReplicaGradients(self._shared, self.tp_pg, start, sharded=True, early=self._early)
         self.sums = self.gradients.sums
 
+    def _reduce_grad(self, *_: Any) -> None:
+        """Nothing in a backward pass: sums end after the passes of a batch."""
+
     @contextmanager
     def _own_pass(self) -> Iterator[None]:
         self._check_pass()
