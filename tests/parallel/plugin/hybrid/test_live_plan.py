@@ -302,6 +302,25 @@ def loaders_and_checkpoints_belong_to_the_new_replicas(factor: int, folder: Path
     assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
 
 
+@on(2, 0)
+@on(2, 1)
+def waiting_for_a_slow_replica_is_not_measured_as_work(zero_stage: int) -> None:
+    planning = dict(layer_sums=True, zero_stages=(zero_stage,))
+    case, slow, steps = Case("vit", "sgd", (1, 1), {}, planning, dtype=torch.float32), 0.2, 2 * WINDOW
+    with patch.object(planned_run, "WINDOW", WINDOW), patch.object(live_plan.LivePlan, "before_passes"):
+        plugin, model = plugin_of(case, cluster(case.nodes)), MODELS["vit"]()
+        if dist.get_rank():
+            model.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(slow))
+        loader, booster = plugin.prepare_dataloader(Samples(case, steps)), Booster(plugin=plugin)
+        model, optimizer, _, loader, _ = booster.boost(model, make_optimizer(model, "sgd"), loss_of, loader)
+        for batches in loader.rest_of_epoch():
+            booster.execute_pipeline(batches, model, loss_of, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    seconds = {stage.ranks: stage.measured.seconds for stage in plugin.drift.stages}
+    assert seconds[1,] > slow > 2 * seconds[0,], seconds
+
+
 @on(3)
 def an_idle_rank_follows_the_loss_scale() -> None:
     options = dict(precision="fp16", initial_scale=2**8, growth_interval=3)
