@@ -277,7 +277,9 @@ class LivePlan:
             zero_stages=(plan.zero_stage,),
             schedules=("1f1b",),
         )
-        return best_plan(planning, topology, self._run.profile, plan.tensor_parallel, all_devices=all_devices)
+        stages = self._arguments["pp_size"]  # given by the script, it stays, and replicas stay alike
+        wishes = dict(tp_size=plan.tensor_parallel, pp_size=stages, unequal=stages is None, all_devices=all_devices)
+        return best_plan(planning, topology, self._run.profile, **wishes)
 
     def _search(self) -> Search | None:
         """Finds plans in which ranks change places; None if the loader or the form of replicas does not allow it."""

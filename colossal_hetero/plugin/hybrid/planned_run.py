@@ -169,7 +169,9 @@ class PlannedRun:
                 f"global_batch_size={batch} in batches contradicts the plan, which has {planned}; use {planned}, or "
                 f"make a plan for {batch}"
             )
-        return arguments_from_plan(self.plan, replica, given) | ({"tp_size": 1} if self.is_idle else {})
+        if self.is_idle:  # like a replica of one stage
+            return arguments_from_plan(self.plan, replica, {**given, "pp_size": None}) | {"tp_size": 1}
+        return arguments_from_plan(self.plan, replica, given)
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's constructor puts every rank in the place that the plan gives it."""
