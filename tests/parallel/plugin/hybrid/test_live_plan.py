@@ -170,6 +170,7 @@ class ExactZero(HeteroHybridParallelPlugin):
 @on(4, Case("vit", "sgd", (1, 1, 1, 1), {}, dict(layer_sums=True), moves=5))
 @on(3, Case("vit", "sgd", (1, 1, 1), {}, dict(layer_sums=True), moves=4, factor=50, idle=(1, 2)))
 @on(2, Case("gpt2", "adamw", (1, 1), {}, dict(layer_sums=True), factor=50, idle=(1,)))
+@on(4, Case("vit", "sgd", (1, 1, 1, 1), dict(pp_size=2), dict(layer_sums=True), factor=50, idle=(1, 2, 3)))
 @on(4, Case("llama", "sgd", (2, 2), {}, dict(layer_sums=True), 2, torch.float32, 2, factor=50, idle=(2, 3)))
 def moves_change_nothing(case: Case) -> None:
     expected_losses, expected = train_alone(case)
