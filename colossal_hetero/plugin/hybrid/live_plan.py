@@ -269,7 +269,7 @@ class LivePlan:
             return "Ranks can be left idle only with PlanConfig(layer_sums=True) and a loader of prepare_dataloader"
         return None
 
-    def _any_plan(self, topology: Topology, all_devices: bool = True) -> Plan:
+    def _any_plan(self, topology: Topology, all_devices: bool = True, stages: int | None = None) -> Plan:
         plan = self._run.plan
         planning = replace(
             self._plugin.planning,
@@ -277,7 +277,6 @@ class LivePlan:
             zero_stages=(plan.zero_stage,),
             schedules=("1f1b",),
         )
-        stages = self._arguments["pp_size"]  # given by the script, it stays, and replicas stay alike
         wishes = dict(tp_size=plan.tensor_parallel, pp_size=stages, unequal=stages is None, all_devices=all_devices)
         return best_plan(planning, topology, self._run.profile, **wishes)
 
@@ -290,7 +289,8 @@ class LivePlan:
 
         def search(topology: Topology, all_devices: bool = True) -> Plan:
             places = [held.get(rank) for rank in range(dist.get_world_size())]
-            return seated(self._any_plan(topology, all_devices), topology, self._run.profile, places)
+            found = self._any_plan(topology, all_devices, self._arguments["pp_size"])  # which stays if it was given
+            return seated(found, topology, self._run.profile, places)
 
         return search
 
