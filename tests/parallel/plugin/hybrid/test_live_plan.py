@@ -110,6 +110,7 @@ class Case(NamedTuple):
     factor: float = 3  # by which ranks become slower
     idle: tuple[int, ...] = ()  # ranks that are left idle
     turns: int = 1  # of each rank to be slow
+    rests: bool = False  # nobody is slow between two of them
 
     @property
     def max_norm(self) -> float:
@@ -124,7 +125,8 @@ class Case(NamedTuple):
     @property
     def slow(self) -> list[int | None]:
         """The rank that is slow in each phase, one of each stage; nobody in the first and the last one."""
-        return [None, *[*reversed(range(0, sum(self.nodes), self.tp))] * self.turns, None]
+        ranks = [*reversed(range(0, sum(self.nodes), self.tp))] * self.turns
+        return [None, *([each for rank in ranks for each in (rank, None)] if self.rests else [*ranks, None])]
 
 
 def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
@@ -171,7 +173,7 @@ class ExactZero(HeteroHybridParallelPlugin):
 @on(3, Case("vit", "sgd", (1, 1, 1), {}, dict(layer_sums=True), moves=4, factor=50, idle=(1, 2)))
 @on(2, Case("gpt2", "adamw", (1, 1), {}, dict(layer_sums=True), factor=50, idle=(1,)))
 @on(4, Case("vit", "sgd", (1, 1, 1, 1), dict(pp_size=2), dict(layer_sums=True), factor=50, idle=(1, 2, 3)))
-@on(4, Case("llama", "sgd", (2, 2), {}, dict(layer_sums=True), 2, torch.float32, 2, factor=50, idle=(2, 3)))
+@on(4, Case("llama", "sgd", (2, 2), {}, dict(layer_sums=True), 2, torch.float32, 4, factor=50, idle=(2, 3), rests=True))
 def moves_change_nothing(case: Case) -> None:
     expected_losses, expected = train_alone(case)
     topology, steps = cluster(case.nodes), PHASE * len(case.slow)
