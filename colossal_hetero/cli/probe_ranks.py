@@ -19,18 +19,15 @@ from ..planner.cluster.group_networks import ETHERNET
 from ..planner.cluster.topology import MeasuredLink, Topology
 from .rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
 
-WINDOW_SECONDS = 0.3
-"""Longer than the period of a CPU quota: a throttled CPU is fast in some products and stopped in others."""
-WINDOWS = 5  # number of windows, of which the median counts
-
 _ETHERNET_TYPE = "1"  # of /sys/class/net/*/type, as in linux/if_arp.h
 
 
 def probe_this_rank(device: torch.device) -> RankFacts:
     """The facts of this rank. It measures the device for one to two seconds and calls no collective."""
+    from ..profiling.device_profiler import sustained_flops
     from ..profiling.memory import memory_limit, used_bytes
 
-    flops = sustained_flops(device)
+    flops = sustained_flops(device, torch.float32 if device.type == "cpu" else torch.float16, windows=5)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     machine = ""
     with suppress(OSError):
@@ -44,25 +41,6 @@ def probe_this_rank(device: torch.device) -> RankFacts:
         nics=find_nics(),
         used_bytes=used_bytes(device),
     )
-
-
-def sustained_flops(device: torch.device) -> float:
-    """FLOP/s of a matrix product over some time: in half precision on a GPU, in single precision on a CPU."""
-    on_cpu = device.type == "cpu"
-    size = 512 if on_cpu else 8192
-    factor = torch.ones(size, size, device=device, dtype=torch.float32 if on_cpu else torch.float16)
-    result = torch.empty_like(factor)
-    torch.mm(factor, factor, out=result)
-    rates = []
-    for _ in range(WINDOWS):
-        synchronize(device)
-        products, start = 0, time.perf_counter()
-        while (passed := time.perf_counter() - start) < WINDOW_SECONDS:
-            torch.mm(factor, factor, out=result)
-            synchronize(device)
-            products += 1
-        rates.append(2 * size**3 * products / passed)
-    return median(rates)
 
 
 def synchronize(device: torch.device) -> None:

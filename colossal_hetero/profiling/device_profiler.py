@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 
@@ -99,7 +99,8 @@ STEADY_SPREAD = 1.25
 RESERVE = 0.03  # share of the memory left for micro-batches that is kept free; see [Note: reserve].
 STRAIGHT = 0.03  # largest relative error of a time predicted by a straight line; see [Note: straight curves].
 MANY_RUNS = 4  # number of runs from which a mean replaces the median
-PEAK_SECONDS = 0.2  # time that matrix products are repeated to find the device's peak rate
+WINDOW_SECONDS = 0.3
+"""Longer than the period of a CPU quota: a throttled CPU is fast in some matrix products and stopped in others."""
 REPEATS_OF_A_DIP = 2  # number of times that a size is measured again if it is slower than a larger one
 TOLERATED_DIP = 0.1
 """Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""
@@ -328,18 +329,22 @@ class _Trials:
         return tuple(reversed(points))
 
 
-def peak_flops(device: torch.device) -> float:
-    """FLOP/s of a matrix product in fp32 on ``device``: the highest rate of products repeated for 0.2 s."""
-    size = 512 if device.type == "cpu" else 4096
-    factor = torch.ones(size, size, device=device, dtype=torch.float32)
-    best, end = float("inf"), time.perf_counter() + PEAK_SECONDS
-    while time.perf_counter() < end:
+def sustained_flops(device: torch.device, dtype: torch.dtype = torch.float32, windows: int = 1) -> float:
+    """FLOP/s of a matrix product on ``device``: the median over ``windows``, each of :data:`WINDOW_SECONDS`."""
+    size = 512 if device.type == "cpu" else 8192
+    factor = torch.ones(size, size, device=device, dtype=dtype)
+    result = torch.empty_like(factor)
+    torch.mm(factor, factor, out=result)
+    rates = []
+    for _ in range(windows):
         get_accelerator().synchronize()
-        start = time.perf_counter()
-        torch.mm(factor, factor)
-        get_accelerator().synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+        products, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < WINDOW_SECONDS:
+            torch.mm(factor, factor, out=result)
+            get_accelerator().synchronize()
+            products += 1
+        rates.append(2 * size**3 * products / passed)
+    return median(rates)
 
 
 def device_name(device: torch.device) -> str:

@@ -165,7 +165,6 @@ class _Measurement:
         for size, parts in times.items():
             seconds = {part: self._typical(durations, pace) for part, durations in parts.items()}
             result.errors[size] = self._relative_error(parts)
-            result.runs[size] = {count: seconds["run", 0, count] for _, _, count in self._runs}
             result.forward[size], result.backward[size] = (
                 [seconds[BEFORE][way], *self._single_blocks(seconds, way), seconds[AFTER][way]] for way in (0, 1)
             )

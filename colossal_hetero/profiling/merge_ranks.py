@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..planner.profile.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
+from ..planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from .layer_memory import split_temporaries
 
 ALIKE = 0.1  # ranks with the same device name whose times differ by at most this share are one kind
@@ -28,8 +28,6 @@ class RankLayers:
     forward: dict[int, list[float]] = field(default_factory=dict)
     backward: dict[int, list[float]] = field(default_factory=dict)
     errors: dict[int, float] = field(default_factory=dict)
-    runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    """Forward and backward of a run of blocks, by number of blocks."""
     update: list[float] = field(default_factory=list)
     activations: list[int] = field(default_factory=list)
     """Bytes per sample kept for backward."""
@@ -122,7 +120,6 @@ def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, si
     def mean(values: Iterable[Sequence[float]]) -> tuple[float, ...]:
         return tuple(statistics.fmean(each) for each in zip(*values, strict=True))
 
-    runs = {count: mean(each.runs[size][count] for each in measured) for count in measured[0].runs[size]}
     return LayerTimes(
         device=device,
         tensor_parallel=tensor_parallel,
@@ -131,10 +128,6 @@ def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, si
         backward_seconds=mean(each.backward[size] for each in measured),
         update_seconds=mean(each.update for each in measured),
         relative_error=max(each.errors.get(size, 0.0) for each in measured),
-        block_runs=tuple(
-            BlockRun(blocks=count, forward_seconds=forward, backward_seconds=backward)
-            for count, (forward, backward) in runs.items()
-        ),
     )
 
 

@@ -17,7 +17,7 @@ from ..colossalai_support.accelerator import get_accelerator
 from ..common.ranks import of_every_rank, on_every_rank
 from ..planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
 from .aborted_step import abort_step
-from .device_profiler import peak_flops, profile_device
+from .device_profiler import profile_device, sustained_flops
 from .local_collectives import local_collectives
 from .memory import causes, is_out_of_memory
 from .optimizer_state import optimizer_state_bytes, optimizer_step_seconds, step_temporary_bytes
@@ -137,7 +137,7 @@ def profile_ranks(
                 smallest=smallest,
                 on_progress=tell,
                 abort=lambda: abort_step(model, optimizer),
-                flops=peak_flops(here),
+                flops=sustained_flops(here),
             )
         of_units = device.model_copy(update={"step_seconds": optimizer_step_seconds(optimizer)})
         return _in_samples(of_units, multiple_of), to_come

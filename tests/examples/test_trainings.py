@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_hetero.cli import probe_ranks
 from colossal_hetero.planner.cost.plan import load_plan
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from colossal_hetero.profiling import device_profiler
@@ -210,7 +209,7 @@ def _compare(example: str, lines: list[str]) -> tuple[list[dict[str, Any] | None
         for owner, name, value in (
             (device_profiler, "MIN_SECONDS", 0.05),
             (device_profiler, "REPEATS", 3),
-            (probe_ranks, "WINDOW_SECONDS", 0.02),
+            (device_profiler, "WINDOW_SECONDS", 0.02),
         ):
             stack.enter_context(patch.object(owner, name, value))
         if example == "pipeline":  # which measures each layer once

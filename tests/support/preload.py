@@ -17,10 +17,10 @@ from colossalai.device.device_mesh import DeviceMesh
 
 # Where a plugin divides batches, ranks measure the times of passes. Tests do not need precise times, so each size runs
 # only a few times.
-assert device_profiler.MIN_SECONDS > 0 and device_profiler.PEAK_SECONDS > 0.01
+assert device_profiler.MIN_SECONDS > 0 and device_profiler.WINDOW_SECONDS > 0.01
 assert rank_profiler.SYNCHRONIZED_SECONDS > 0 and device_profiler.REPEATS > 2 and rank_profiler.SYNCHRONIZATIONS > 2
 device_profiler.MIN_SECONDS = rank_profiler.SYNCHRONIZED_SECONDS = 0.0
-device_profiler.PEAK_SECONDS = 0.01
+device_profiler.WINDOW_SECONDS = 0.01
 device_profiler.REPEATS = rank_profiler.SYNCHRONIZATIONS = 2
 
 # Ranks of tests share cores, so now and then one seems to be slow. Tests of balancing ask for it.

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from ...common.files import (
     ByteCount,
@@ -47,21 +47,13 @@ class _ByLayer(FilePart):
 
     @model_validator(mode="after")
     def _equally_long(self) -> _ByLayer:
-        by_layer = {name: values for name, values in self if isinstance(values, tuple) and name != "block_runs"}
+        by_layer = {name: values for name, values in self if isinstance(values, tuple)}
         required = {name for name, field in type(self).model_fields.items() if field.is_required()}
         lengths = {name: len(values) for name, values in by_layer.items() if values or name in required}
         if len(set(lengths.values())) > 1:
             counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise ValueError(f"there are {counts}; all lists have one value per layer")
         return self
-
-
-class BlockRun(FilePart):
-    """Time of several consecutive blocks that were measured together, per micro-batch (AutoHet, section III-D)."""
-
-    blocks: PositiveCount
-    forward_seconds: Seconds
-    backward_seconds: Seconds
 
 
 class LayerTimes(_ByLayer):
@@ -75,14 +67,6 @@ class LayerTimes(_ByLayer):
     update_seconds: tuple[Seconds, ...]
     relative_error: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Standard error of the times of all layers together, as a share of them, from repeated passes. 0: unknown."""
-    block_runs: tuple[BlockRun, ...] = ()
-
-    @field_validator("block_runs")
-    @classmethod
-    def _ascending(cls, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        if (duplicate := first_repeated([run.blocks for run in runs])) is not None:
-            raise ValueError(f"there are two runs of {duplicate} blocks; keep one")
-        return tuple(sorted(runs, key=lambda run: run.blocks))
 
     @property
     def key(self) -> tuple[str, int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from ...planner.cluster.topology import Topology
 from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
 from ...planner.solver.follow import CALM, LinkDrift, Proposal
+from ...profiling.device_profiler import sustained_flops
 from .link_times import LinkClock, compare_links
 
 
@@ -155,7 +155,6 @@ def compare(
 
 
 WARMUP_ITERATIONS = 2  # not measured, because they allocate memory and exchange shapes
-PROBE_SECONDS = 0.3  # several periods of a CPU quota
 
 _Pass = tuple[Any, Any]  # events at the start and at the end of a pass
 
@@ -219,14 +218,7 @@ class IdleClock:
 
     @staticmethod
     def work_per_second() -> float:
-        """Matrix products per second, in :data:`PROBE_SECONDS`."""
-        device = get_accelerator().get_current_device()
-        factor = torch.ones(*[256 if device.type == "cpu" else 2048] * 2, device=device)
-        begin, products = time.monotonic(), 0
-        while time.monotonic() - begin < PROBE_SECONDS:
-            (factor @ factor)[0, 0].item()  # waits for the device
-            products += 1
-        return products / (time.monotonic() - begin)
+        return sustained_flops(get_accelerator().get_current_device())
 
 
 def _mean_seconds(passes: list[_Pass]) -> float:

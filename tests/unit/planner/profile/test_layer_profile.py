@@ -22,8 +22,6 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfi
 from tests.support.layer_profiles import layer_times
 from tests.support.machines import Nodes, machines
 
-RUN = {"blocks": 1, "forward_seconds": 1, "backward_seconds": 2}
-
 
 def times(device: str = "fast", micro_batch: int = 1, factor: float = 1.0, **fields: Any) -> dict[str, Any]:
     content = {
@@ -48,7 +46,7 @@ def sizes(**fields: Any) -> dict[str, Any]:
 def profile(**fields: Any) -> ModelProfile:
     content: dict[str, Any] = {
         "name": "net",
-        "times": [times(block_runs=[RUN]), times(micro_batch=4, factor=3.0), times("slow", factor=5.0)],
+        "times": [times(), times(micro_batch=4, factor=3.0), times("slow", factor=5.0)],
         "sizes": [sizes()],
         "rank_devices": ["fast", "slow"],
     }
