@@ -94,6 +94,7 @@ class Session:
         given = TrainingObjects(self._template.make(), self._template.optimizer, self._criterion, loader, None)
         made, own = TrainingObjects(*plugin.configure(*given)), self.objects
         own.model.__dict__, own.optimizer.__dict__ = made.model.__dict__, made.optimizer.__dict__
+        own.optimizer.__class__ = type(made.optimizer)  # another one if only one of both plans uses ZeRO
         plugin.adopt(own.model, loader)
 
 

@@ -122,6 +122,7 @@ class LivePlan:
         self._hooks: list[tuple[str, object]] = []
         self._obstacle: str | None = None
         self._is_moving = self._is_boundary = False
+        self._shards = False  # the first plan uses ZeRO
         self._steps = 0
         self._evidence, self._of_links = LastingChange(), LastingChange(LINK_CHANGED)
         self._waits = False  # for certainty about a link, for one window
@@ -170,6 +171,7 @@ class LivePlan:
         assert self._session is not None
         if self._session.objects is None:
             self._session.objects = objects
+            self._shards = bool(self._run.plan.zero_stage)
         self._hooks = list(_hooks_of(objects.model))
         self._group_sizes = _group_sizes(objects.optimizer)
         self._is_boundary = False
@@ -263,18 +265,18 @@ class LivePlan:
     def _why_not_idle(self, idle: tuple[int, ...], search: Search | None) -> str | None:
         if 0 in idle:
             return "Rank 0, which saves and prints, cannot be left idle"
-        if self._run.plan.zero_stage:
-            return "With ZeRO a rank cannot be left idle"
         if search is None:
             return "Ranks can be left idle only with PlanConfig(layer_sums=True) and a loader of prepare_dataloader"
         return None
 
     def _any_plan(self, topology: Topology, all_devices: bool = True, stages: int | None = None) -> Plan:
         plan = self._run.plan
+        # A replica that is left alone needs no ZeRO, and gets it again with the others.
+        stages_of_zero = self._plugin.planning.zero_stages if self._shards else (0,)
         planning = replace(
             self._plugin.planning,
             micro_batch_sizes=(plan.micro_batch,),
-            zero_stages=(plan.zero_stage,),
+            zero_stages=stages_of_zero,
             schedules=("1f1b",),
         )
         wishes = dict(tp_size=plan.tensor_parallel, pp_size=stages, unequal=stages is None, all_devices=all_devices)
