@@ -36,11 +36,9 @@ class Shares:
 
     resized: float = 0.0
     migrated: float = 0.0
-    resharded: float = 0.0
-    """Permanently re-sharded."""
+    resharded: float = 0.0  # permanently re-sharded
     received: float = 0.0
-    loads: tuple[float, ...] = ()
-    """Number of units that the rank computes in each of its blocks, by kind of layers."""
+    loads: tuple[float, ...] = ()  # number of units that the rank computes in each of its blocks, by kind of layers
 
     @property
     def load(self) -> float:
@@ -86,8 +84,7 @@ class Applier:
         self._plan: BalancePlan | None = None
         self._resharding = resharding
         self.for_good = False
-        self._uneven: frozenset[int] = frozenset()
-        """Numbers of the blocks whose units are permanently re-sharded."""
+        self._uneven: frozenset[int] = frozenset()  # numbers of the blocks whose units are permanently re-sharded
         self.shares = Shares(loads=tuple(kind.full for kind in self.kinds))
 
     def _number_kinds(self) -> list[LayerKind]:

@@ -34,14 +34,12 @@ from .resharding import Resharding
 
 log = logging.getLogger(__name__)
 
-MAX_RECORDS = 100_000
-"""Number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
+MAX_RECORDS = 100_000  # number of iterations kept for :meth:`Balancer.collect`; older ones are dropped
 ALWAYS_MEASURED = 16
 """Number of first iterations that are measured in mode "off"."""
 MEASURED_EVERY = 8
 """In mode "off" one of so many later iterations is measured, or as few as the clock wants."""
-SETTLED_AFTER = 10
-"""Number of iterations with a plan from which its cost of communication is learned."""
+SETTLED_AFTER = 10  # number of iterations with a plan from which its cost of communication is learned
 MAX_STARVED = 1 / 3
 """Share of a rank's parts in which its GPU may wait for its host in an iteration that is judged. Even if the host is
 never ahead, a third of the parts are none such: those after collectives in which the rank waited for others."""
@@ -95,12 +93,10 @@ class Balancer:
         self._starved_ranks: set[int] = set()
         self._is_measured = False
         self._asks_for_heads = False
-        self._failure: RuntimeError | None = None
-        """A lost connection after the optimizer's step, for the next pass."""
+        self._failure: RuntimeError | None = None  # a lost connection after the optimizer's step, for the next pass
         self._latest = LatestIterations(groups.world, groups.tensor_parallel, report_every)
         self._on_report = on_report
-        self._reports = reports
-        """True if rank 0 has a callback, for which ranks measure in all modes."""
+        self._reports = reports  # True if rank 0 has a callback, for which ranks measure in all modes
         self._has_compared = False
         ranks = self._ranks = next(each for each in groups.tensor_parallel if dist.get_rank() in each)
         self._changes = ChangeTeller(ranks, log.info) if dist.get_rank() == ranks[0] else None

@@ -32,8 +32,7 @@ class KindTimes(NamedTuple):
 
     movable: float = 0.0
     """Products and operations between the products of a block, in proportion to the columns or units."""
-    fixed: float = 0.0
-    """Other work since the collective before, which does not depend on the columns or units."""
+    fixed: float = 0.0  # other work since the collective before, which does not depend on the columns or units
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,9 @@ class IterationTimes:
     communication_seconds: float
     other_seconds: float
     tag: Any = None
-    migration_seconds: float = 0.0
-    """The part of ``communication_seconds`` in which this rank waited for migrated work."""
+    migration_seconds: float = 0.0  # the part of ``communication_seconds`` in which this rank waited for migrated work
     kinds: Mapping[int, KindTimes] = field(default_factory=dict)
-    starved: float = 0.0
-    """The share of parts in which a GPU had nothing to do until the host launched the next work."""
+    starved: float = 0.0  # the share of parts in which a GPU had nothing to do until the host launched the next work
 
     @property
     def work_seconds(self) -> float:
@@ -58,8 +55,7 @@ class IterationTimes:
 class CpuClock:
     """A clock that is started and stopped once per iteration and that layers mark."""
 
-    sample_every = 1
-    """Measuring one of so many iterations is enough while nothing changes; measuring costs time."""
+    sample_every = 1  # measuring one of so many iterations is enough while nothing changes; measuring costs time
 
     def __init__(self) -> None:
         self._finished: list[IterationTimes] = []
@@ -89,8 +85,7 @@ class CpuClock:
 STARVED_EVERY = 3
 """One of so many marks asks whether the GPU has passed the event before, which costs about as much as an event. Layers
 have 14, 20 or 40 events, so that each of their places comes up in turn."""
-READ_AT_ONCE = 1024
-"""Number of events that are read in one call while there is time: about a millisecond of the host."""
+READ_AT_ONCE = 1024  # number of events that are read in one call while there is time: about a millisecond of the host
 _Mark = tuple[Part | Literal["beside"], int | None, torch.cuda.Event]
 """A part, its kind and its end on the device. ``beside``: a product and the collective that it runs beside."""
 
@@ -99,8 +94,7 @@ _Mark = tuple[Part | Literal["beside"], int | None, torch.cuda.Event]
 class _Stopped:
     """A stopped iteration whose events the device may not have passed yet."""
 
-    marks: list[_Mark]
-    """The first one is the start."""
+    marks: list[_Mark]  # the first one is the start
     tag: Any
     sums: _Sums
     starved: float
@@ -192,8 +186,7 @@ class _Sums:
 
     def __init__(self, *, measures_overlapped: bool) -> None:
         self._measures_overlapped = measures_overlapped
-        self._own_product = 0.0
-        """The first product since work other than products: before an overlapped dW this is dX."""
+        self._own_product = 0.0  # the first product since work other than products: before an overlapped dW this is dX
         self._follows_product = False
         self._parts: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
         self._movable: dict[int, float] = {}

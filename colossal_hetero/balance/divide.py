@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from .plan import BalancePlan, Traffic, Volume
 
-GRAIN = 64
-"""Maximum number of units that are pruned or migrated together: matrix products are faster for round sizes."""
-GRAINS = 32
-"""Minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
+GRAIN = 64  # maximum number of units that are pruned or migrated together: matrix products are faster for round sizes
+GRAINS = 32  # minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,8 @@ class Move:
 class Division:
     """Assignment of the units of one layer or block to ranks."""
 
-    units: int
-    """The number of units that each rank holds."""
-    pruned: tuple[int, ...]
-    """The number of units that each rank prunes, of those that it does not give away."""
+    units: int  # the number of units that each rank holds
+    pruned: tuple[int, ...]  # the number of units that each rank prunes, of those that it does not give away
     moves: tuple[Move, ...]
     """Units that are given away, by sender and then ascending: the last units of each sender, without gaps."""
 
@@ -151,8 +147,7 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
 
 @dataclass(frozen=True)
 class BlockShape:
-    elements_per_unit: int
-    """The number of weights and biases of one unit in all layers."""
+    elements_per_unit: int  # the number of weights and biases of one unit in all layers
     layers: int
 
 

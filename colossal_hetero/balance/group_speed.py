@@ -14,14 +14,10 @@ from .modes import LayerKind, UnitWork
 from .plan import RankTimes
 from .work_times import MAX_OVERHEAD, Damping, WorkLine
 
-WINDOW = 256
-"""Maximum number of iterations from which speeds are computed."""
-FEW = 8
-"""Minimum number of iterations to measure the noise; with fewer it is :data:`ASSUMED_NOISE`."""
-ASSUMED_NOISE = 0.03
-"""Relative standard deviation of a rank's work over iterations."""
-RECENT = 16
-"""Iterations that are compared with those before, to notice a small change of speed."""
+WINDOW = 256  # maximum number of iterations from which speeds are computed
+FEW = 8  # minimum number of iterations to measure the noise; with fewer it is :data:`ASSUMED_NOISE`
+ASSUMED_NOISE = 0.03  # relative standard deviation of a rank's work over iterations
+RECENT = 16  # iterations that are compared with those before, to notice a small change of speed
 CERTAIN = 4.0
 """Number of standard errors from which a difference counts as a change; smaller ones of many occur by chance."""
 STEADY_LENGTH = 0.05
@@ -34,8 +30,7 @@ class KindWork(NamedTuple):
     """A rank's work for the layers of one kind in an iteration."""
 
     load: float
-    movable: float
-    """Seconds that are in proportion to the load, as far as the clock can tell."""
+    movable: float  # seconds that are in proportion to the load, as far as the clock can tell
     fixed: float
 
     @property
@@ -62,12 +57,10 @@ class GroupSpeed:
         self._lines = [[WorkLine(units) for units in full] for _ in range(ranks)]
         self._damping = [Damping(config.patience) for _ in range(ranks)]
         self._skip = config.warmup_iterations
-        self.receive_factor = 1.0
-        """Φ2: relative time of a unit of another rank, until that has been measured."""
+        self.receive_factor = 1.0  # Φ2: relative time of a unit of another rank, until that has been measured
         self._window: deque[_ComparedWorks] = deque(maxlen=WINDOW)
         self._deviating: list[_ComparedWorks] = []
-        self._before: _ComparedWorks | None = None
-        """The iteration before, if loads were the same."""
+        self._before: _ComparedWorks | None = None  # the iteration before, if loads were the same
         self._runs = [0] * ranks
         self._expected: list[float] | None = None
         self._loads: list[list[float]] = []

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from ..common.ranks import of_every_rank, world_timeout
 
-MIGRATION_CTAS = 4
-"""Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work."""
+MIGRATION_CTAS = 4  # largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work
 VOTE_TIMEOUT = timedelta(minutes=5)
 """Time by which others may be later than this rank at a pass in which they first look inside of blocks."""
 
@@ -92,13 +91,10 @@ _DIFFERENT_PLANS = (
 @dataclass(frozen=True)
 class Groups:
     exchange: Exchange
-    votes: Exchange
-    """The same group, for messages that ranks may send although others do not expect them."""
+    votes: Exchange  # the same group, for messages that ranks may send although others do not expect them
     world: dist.ProcessGroup
-    tensor_parallel: list[list[int]]
-    """All tensor-parallel groups, as lists of global ranks."""
-    migration: dist.ProcessGroup
-    """Its tensor-parallel group for migrated work, with the backend of the training."""
+    tensor_parallel: list[list[int]]  # all tensor-parallel groups, as lists of global ranks
+    migration: dist.ProcessGroup  # its tensor-parallel group for migrated work, with the backend of the training
 
 
 def make_groups(tp_group: dist.ProcessGroup) -> Groups:

@@ -20,8 +20,7 @@ from .report import BalanceReport, LocalRecord, WorkRecord, merge_records, repor
 
 FIRST = 4
 """Iterations before the first exchange; until the interval is reached, each next one comes after twice as many."""
-FEW = 4
-"""Iterations that are kept even if they are older than the interval."""
+FEW = 4  # iterations that are kept even if they are older than the interval
 NAMES = [each.name for each in fields(WorkRecord)]
 
 
@@ -37,8 +36,7 @@ class LatestIterations:
         self._pending: tuple[Any, torch.Tensor, int] | None = None
         self._rows: dict[int, list[float]] = {}
         self._has_news = False
-        self.done = 0
-        """Iterations that were done when the latest exchange began whose numbers have arrived."""
+        self.done = 0  # iterations that were done when the latest exchange began whose numbers have arrived
 
     def add(self, record: LocalRecord) -> None:
         if record.iteration > self._changed_at:
@@ -97,8 +95,7 @@ class LatestIterations:
 # Changes of plans ----------------------------------------------------------------------------------------------------
 
 
-SETTLED_AFTER = 4
-"""Iterations with a plan from whose times it is judged; the first one allocates memory."""
+SETTLED_AFTER = 4  # iterations with a plan from whose times it is judged; the first one allocates memory
 KEPT = 16
 NOTABLE = 0.05
 """A plan is news if a rank's work differs from that in the last sentence by more than this share of its own."""

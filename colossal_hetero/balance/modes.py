@@ -14,8 +14,7 @@ from .ratios import KindProblem, Line, fastest_counts, resize_ratios
 
 # Division ------------------------------------------------------------------------------------------------------------
 
-MIN_GAIN = 0.005
-"""Minimum gain for which a division is changed, as a share of the time of the blocks."""
+MIN_GAIN = 0.005  # minimum gain for which a division is changed, as a share of the time of the blocks
 
 
 def iteration_seconds(problems: Sequence[KindProblem], counts: Counts, fixed_seconds: float = 0.0) -> float:
@@ -58,8 +57,7 @@ class LayerKind:
     units: int | None
     """Units of each block; None for layers that are divided by their columns, whose full share counts as 1."""
     grain: int
-    weight: float
-    """The kind's share of the cost of all products that can be divided."""
+    weight: float  # the kind's share of the cost of all products that can be divided
     moves: bool = True
 
     @property
@@ -72,10 +70,8 @@ class UnitWork:
     """The work of blocks by units, as :class:`RankTimes` are for shares of all work."""
 
     kinds: Sequence[LayerKind]
-    lines: Sequence[Sequence[Line]]
-    """The work of each rank, by kind."""
-    scale: float = 1.0
-    """Seconds of the present iterations for one second of ``lines``."""
+    lines: Sequence[Sequence[Line]]  # the work of each rank, by kind
+    scale: float = 1.0  # seconds of the present iterations for one second of ``lines``
 
 
 def decide(

@@ -9,8 +9,7 @@ import numpy as np
 from .plan import BalancePlan, Costs, RankTimes, predicted_seconds
 from .ratios import resize_ratios
 
-RESERVE = 1e-3
-"""Minimum share of its work that a rank keeps, so that its speed can still be measured."""
+RESERVE = 1e-3  # minimum share of its work that a rank keeps, so that its speed can still be measured
 
 # [Note: the optimum] (docs/algorithms.md, 1.6) Of all deadlines t with ``D(t) = Σ d_i(t) ≤ C(t) = Σ c_i(t)``, what
 # ranks have to give away and have room for, the one is taken that minimizes ``t + Φ1(D(t))``. D decreases and C

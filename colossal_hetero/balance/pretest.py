@@ -34,15 +34,11 @@ RECEIVED_SHARES = (0.125, 0.25, 0.5)
 MIGRATED_SHARES = (0.125, 0.25, 0.5, 0.75)
 MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7, 16 * 2**20: 3}
 """Sizes in bytes of the timed messages, and how often each is timed; on a slow network only the smaller ones are."""
-PRODUCT_SECONDS = 1.2
-"""Time after which no further round of products begins."""
-DENSE_SECONDS = 0.04
-"""Maximum time of a dense product; instead of a slower one a smaller product is timed."""
-MIN_SIZE = 512
-"""Minimum to which a dimension is reduced: in larger products the cost of resizing is relatively smaller."""
+PRODUCT_SECONDS = 1.2  # time after which no further round of products begins
+DENSE_SECONDS = 0.04  # maximum time of a dense product; instead of a slower one a smaller product is timed
+MIN_SIZE = 512  # minimum to which a dimension is reduced: in larger products the cost of resizing is relatively smaller
 MAX_ROUNDS = 11
-MESSAGE_SECONDS = 0.1
-"""Time of a message after which no larger ones are timed."""
+MESSAGE_SECONDS = 0.1  # time of a message after which no larger ones are timed
 
 Form = Literal["column", "block"]
 
@@ -60,8 +56,7 @@ class CostMeasurement:
     rows: int
     dtype: torch.dtype
     device: torch.device
-    traffic: Callable[[float], Traffic]
-    """What is sent in an iteration if a rank gives this share of its work away."""
+    traffic: Callable[[float], Traffic]  # what is sent in an iteration if a rank gives this share of its work away
     form: Form
 
 

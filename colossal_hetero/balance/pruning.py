@@ -16,8 +16,7 @@ from .ratios import layer_ratios
 # Selectors of the contraction columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), in ascending order.
 # None makes the host wait for the device, so they use neither boolean indices nor copies from the host.
 
-SAMPLED_ROWS = 128
-"""Number of a matrix's rows from which its columns' norms are estimated."""
+SAMPLED_ROWS = 128  # number of a matrix's rows from which its columns' norms are estimated
 
 
 class ColumnSelector:
@@ -123,8 +122,7 @@ class Pruner:
         self._candidates = [0.0] * len(targets)
         self._new_candidates: Tensor | None = None
         """The same after the last interval, until the next iteration ends: by then the device has computed them."""
-        self.selectors: list[ColumnSelector] = []
-        """One selector for each target, or none before they are needed."""
+        self.selectors: list[ColumnSelector] = []  # one selector for each target, or none before they are needed
 
     def start(self, ratio: float) -> None:
         """Prune ``ratio`` of the work from now on."""

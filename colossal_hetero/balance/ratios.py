@@ -59,8 +59,7 @@ class Line:
     units: float
     seconds: float
     slope: float
-    slope_above: float
-    """Slope from the rank's own full share on, where it computes other ranks' units, too."""
+    slope_above: float  # slope from the rank's own full share on, where it computes other ranks' units, too
     full: float
 
     def __call__(self, units: float) -> float:
@@ -76,14 +75,10 @@ class KindProblem:
     """Blocks of one kind, with each rank's speed and the cost of sending."""
 
     units: int
-    grain: int
-    """Number of units that move together, at most ``units``."""
-    max_taken: int
-    """Number of units that a rank has memory for in addition to its own."""
-    lines: Sequence[Line]
-    """Work by rank, in seconds of an iteration."""
-    seconds_per_unit: float = 0.0
-    """Seconds that each moved unit adds to an iteration (Φ1)."""
+    grain: int  # number of units that move together, at most ``units``
+    max_taken: int  # number of units that a rank has memory for in addition to its own
+    lines: Sequence[Line]  # work by rank, in seconds of an iteration
+    seconds_per_unit: float = 0.0  # seconds that each moved unit adds to an iteration (Φ1)
 
     @property
     def nothing(self) -> tuple[int, ...]:

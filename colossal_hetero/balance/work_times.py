@@ -15,8 +15,7 @@ MIN_SLOPE, MAX_SLOPE = 0.5, 4.0
 @dataclass
 class _Visit:
     seconds: float
-    movable: float
-    """The part of ``seconds`` that is in proportion to the load, as far as the clock can tell."""
+    movable: float  # the part of ``seconds`` that is in proportion to the load, as far as the clock can tell
     iterations: int
 
 
@@ -85,10 +84,8 @@ class WorkLine:
 # always accepted after a few iterations, so flicker costs only a few iterations per :data:`MAX_PATIENCE` slow ones.
 # Each rank judges its own slowness.
 
-MAX_PATIENCE = 32
-"""Largest patience in iterations, so that every lasting straggler is balanced at some time."""
-RELAX_AFTER = 100
-"""Iterations without a slow spell after which the patience is halved."""
+MAX_PATIENCE = 32  # largest patience in iterations, so that every lasting straggler is balanced at some time
+RELAX_AFTER = 100  # iterations without a slow spell after which the patience is halved
 
 
 class Damping:

@@ -126,8 +126,7 @@ AHEAD = 2  # layers that are sent at the same time
 
 class Outcome(NamedTuple):
     problems: list[tuple[str, Location, str]]
-    left: list[Need]
-    """What this rank did not get, because it or a sender could not read it."""
+    left: list[Need]  # what this rank did not get, because it or a sender could not read it
     received_bytes: int = 0
 
 
@@ -181,8 +180,7 @@ def fetch_boxes(
 
 class _Message(NamedTuple):
     parts: list[Transfer]
-    content: Tensor
-    """``[bytes + 1]``: the boxes one after another; then 1, or 0 if they could not be read."""
+    content: Tensor  # ``[bytes + 1]``: the boxes one after another; then 1, or 0 if they could not be read
 
 
 class _Layer(NamedTuple):

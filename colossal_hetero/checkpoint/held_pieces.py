@@ -113,10 +113,8 @@ WHOLE = "whole"  # shard of what all ranks of a tensor-parallel group and of a Z
 
 class TensorDivision(NamedTuple):
     parts: tuple[LocalPart, ...]
-    shard: str
-    """``tp0of2`` on rank 0 of a tensor-parallel group of two; ``whole`` if the tensor is not divided."""
-    is_padded: bool
-    """True if some tensor-parallel rank has elements that are in no part."""
+    shard: str  # ``tp0of2`` on rank 0 of a tensor-parallel group of two; ``whole`` if the tensor is not divided
+    is_padded: bool  # True if some tensor-parallel rank has elements that are in no part
 
 
 def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: str) -> TensorDivision:
@@ -146,16 +144,13 @@ def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: s
 
 
 class HeldTensor(NamedTuple):
-    name: str
-    """Name in the model of one process."""
+    name: str  # name in the model of one process
     layer: str
     shape: tuple[int, ...]
     tensor: Tensor
     division: TensorDivision
-    is_tied: bool
-    """True if the model has the parameter in several places: several stages of a pipeline may hold it."""
-    master: Master | None
-    """Memory that the optimizer updates; None if it does not update the parameter."""
+    is_tied: bool  # True if the model has the parameter in several places: several stages of a pipeline may hold it
+    master: Master | None  # memory that the optimizer updates; None if it does not update the parameter
 
     def shard(self, division: str) -> str:
         """Name of the shard; tied parameters have their own, because a stage may hold one without the layer's rest."""

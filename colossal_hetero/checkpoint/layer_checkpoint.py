@@ -157,8 +157,7 @@ LOST_SECONDS = 10.0  # time until a rank is known to be lost, at most
 class Start:
     """State from which training continues. Bytes are this rank's: read from files, and received from other ranks."""
 
-    step: int = 0
-    """Number of optimizer steps that are done."""
+    step: int = 0  # number of optimizer steps that are done
     epoch: int = 0
     """Epoch to continue with. The loader begins it after the batches that were trained on."""
     same_plan: bool = False

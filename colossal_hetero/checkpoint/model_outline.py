@@ -19,15 +19,13 @@ FIRST, LAST = "embedding", "head"
 class ModelOutline:
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of each parameter and persistent buffer, in the order of the model. Tied parameters occur once."""
-    layers: Mapping[str, str]
-    """Layer of each of them: ``embedding``, ``block-0000`` and so on, ``head``."""
+    layers: Mapping[str, str]  # layer of each of them: ``embedding``, ``block-0000`` and so on, ``head``
     names: Mapping[str, str]
     """The name that counts, by each name of a tensor: a tied parameter has several, and the first one counts."""
     tied: frozenset[str]
     groups: tuple[tuple[str, ...], ...]
     """Names of the parameters in each group of the optimizer; empty without an optimizer."""
-    trained: frozenset[str]
-    """Names of the optimizer's parameters that are not frozen."""
+    trained: frozenset[str]  # names of the optimizer's parameters that are not frozen
 
     @property
     def stored(self) -> tuple[str, ...]:

@@ -22,12 +22,10 @@ of Python. The latter two are followed by a dot and the type in which they are s
 class Master(NamedTuple):
     tensor: Tensor
     """Memory with the shape of the parameter on this rank, or of slices of the flattened parameter, in turn."""
-    slice_numbers: tuple[int, ...]
-    """Slices in this memory; the first one is the one that this rank sends to others."""
+    slice_numbers: tuple[int, ...]  # slices in this memory; the first one is the one that this rank sends to others
     slices: int
     """Number of slices. With more than one, the last ones may end with padding."""
-    is_flat: bool
-    """True if it has slices of the flattened parameter, also if there is only one."""
+    is_flat: bool  # True if it has slices of the flattened parameter, also if there is only one
 
 
 def check_stage(model: Any) -> None:

@@ -121,8 +121,7 @@ class Participants:
     rank: int
     nodes: tuple[str, ...]
     holdings: tuple[Holding, ...]
-    run: str
-    """Name that differs between all runs that save into the same folders."""
+    run: str  # name that differs between all runs that save into the same folders
 
     @property
     def node(self) -> str:

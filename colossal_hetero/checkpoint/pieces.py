@@ -148,8 +148,7 @@ class TensorPiece:
     """Kind, a dot, and the name in the model of one process, e.g. ``exp_avg.transformer.h.7.ln_1.weight``."""
     shape: tuple[int, ...]
     box: Box
-    data: Tensor
-    """``[box.sizes]``: a view of the memory, of the type in which the tensor is saved."""
+    data: Tensor  # ``[box.sizes]``: a view of the memory, of the type in which the tensor is saved
     shard: str
     """Division that the box belongs to, e.g. ``tp0of2``: a file of the layer, with equal boxes on all its ranks."""
 
@@ -163,8 +162,7 @@ class StorageTier(IntEnum):
 
 
 class Location(NamedTuple):
-    node: str
-    """Name of the node; empty for the shared folder."""
+    node: str  # name of the node; empty for the shared folder
     tier: StorageTier
 
 

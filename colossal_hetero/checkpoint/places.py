@@ -66,8 +66,7 @@ class Copy:
     folder: str
     manifest: Manifest
     files: Mapping[str, FileRecord]
-    all_files: Mapping[str, FileRecord]
-    """Those of all nodes."""
+    all_files: Mapping[str, FileRecord]  # those of all nodes
 
     def path(self, name: str) -> str:
         return f"{self.folder}/{name}"
@@ -159,8 +158,7 @@ class Search:
     places: tuple[Place, ...]
     checkpoints: tuple[Checkpoint, ...]
     """All checkpoints of which a place has a part; the last saved first, whatever their steps."""
-    torn: Mapping[str, str]
-    """Reasons why folders are no checkpoints, by name of the place and the folder."""
+    torn: Mapping[str, str]  # reasons why folders are no checkpoints, by name of the place and the folder
 
     def newest(self) -> Checkpoint:
         """The newest checkpoint of which these places together have all files."""
@@ -220,15 +218,13 @@ def _read_copy(place: Place, folder: str) -> Copy:
 class NodeCopy:
     """A copy as the ranks of other nodes know it."""
 
-    node: str
-    """Name of the node; empty for the shared folder."""
+    node: str  # name of the node; empty for the shared folder
     id: str
     step: int
     saved_at: str
     files: frozenset[str]
     """Names of the files in it that have their full sizes: those with tensors, and that of the other states."""
-    expected: frozenset[str]
-    """Names of all such files that the checkpoint has on all nodes."""
+    expected: frozenset[str]  # names of all such files that the checkpoint has on all nodes
 
     @classmethod
     def of(cls, copy: Copy, node: str) -> NodeCopy:

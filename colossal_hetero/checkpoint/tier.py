@@ -162,11 +162,9 @@ def make_index(
 @dataclass(frozen=True)
 class Save:
     step: int
-    number: int
-    """Number of the save in this run, from 0; equal on all ranks."""
+    number: int  # number of the save in this run, from 0; equal on all ranks
     state: RunState
-    uploading: int | None = None
-    """The step that is being uploaded, and so must stay on local disks."""
+    uploading: int | None = None  # the step that is being uploaded, and so must stay on local disks
 
 
 @dataclass(frozen=True)

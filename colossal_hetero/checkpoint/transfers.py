@@ -24,11 +24,9 @@ class Read(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    box: Box
-    """What a rank needs of the box that is read."""
+    box: Box  # what a rank needs of the box that is read
     bytes: int
-    read: Read
-    """A box in a file is read whole: it has one check sum."""
+    read: Read  # a box in a file is read whole: it has one check sum
 
 
 def choose_sources(

@@ -26,10 +26,8 @@ DATA_FIRST = "tensor, data, pipeline"
 PIPELINE_FIRST = "tensor, pipeline, data"
 """Orders of ranks: the dimension in which consecutive ranks differ comes first."""
 
-MAX_NODES = 4
-"""Number of consecutive nodes with equally many ranks above which they share a command."""
-MAX_REPLICAS = 12
-"""Number of unequal replicas whose samples are written out."""
+MAX_NODES = 4  # number of consecutive nodes with equally many ranks above which they share a command
+MAX_REPLICAS = 12  # number of unequal replicas whose samples are written out
 
 
 def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False) -> str:
@@ -103,8 +101,7 @@ class NodeRanks(NamedTuple):
     ranks: range
     devices: str
     """Numbers inside the node of their devices, "0,1,3"."""
-    kind: str
-    """One word; of several kinds all."""
+    kind: str  # one word; of several kinds all
 
 
 class FrameworkJob(NamedTuple):

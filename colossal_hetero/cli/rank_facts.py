@@ -20,19 +20,16 @@ RESERVE_STEP = 10_000_000  # bytes to whose multiples the reserve of a CPU is ro
 @dataclass(frozen=True)
 class Nic:
     kind: str
-    bytes_per_second: float | None
-    """Nominal bandwidth; None if the system does not report it."""
+    bytes_per_second: float | None  # nominal bandwidth; None if the system does not report it
 
 
 @dataclass(frozen=True)
 class RankFacts:
     host: str
-    machine: str
-    """Identifier that differs between machines with the same host name."""
+    machine: str  # identifier that differs between machines with the same host name
     device: str
     memory_bytes: int
-    flops: float
-    """Measured FLOP/s of a matrix product, in half precision on a GPU and in single precision on a CPU."""
+    flops: float  # measured FLOP/s of a matrix product, in half precision on a GPU and in single precision on a CPU
     nics: tuple[Nic, ...] = ()
     used_bytes: int = 0
 

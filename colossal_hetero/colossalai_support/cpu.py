@@ -25,8 +25,7 @@ from .corrections import ModuleProxy
 
 # Collectives ---------------------------------------------------------------------------------------------------------
 
-TAG = 7083
-"""Tag of the messages, so that they are not mistaken for others between the same ranks."""
+TAG = 7083  # tag of the messages, so that they are not mistaken for others between the same ranks
 
 
 def reduce_scatter(

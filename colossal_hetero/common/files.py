@@ -109,8 +109,7 @@ def _in_words(error: Any, names: Sequence[str]) -> str:
     return f"{place} is {shown}: {words.get(kind, error['msg'])}"
 
 
-MAX_SECONDS = 1e15
-"""About 30 million years."""
+MAX_SECONDS = 1e15  # about 30 million years
 MAX_BYTES = 10**18
 MAX_COUNT = 10**9
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
-"""Environment variable of ranks that :func:`start_ranks` started."""
+STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"  # environment variable of ranks that :func:`start_ranks` started
 START_METHOD = "spawn"
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # here, because a process that was just forked must not load it

@@ -9,8 +9,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 from rich.text import Text
 
-MAX_WORD = 16
-"""Characters from which a word may be broken."""
+MAX_WORD = 16  # characters from which a word may be broken
 
 # Titles are Texts, because in a plain string rich reads the brackets of a unit as markup.
 

@@ -35,15 +35,11 @@ class BatchShare:
     number: int
     device: str
     samples: int
-    micro_batches: tuple[int, ...]
-    """Samples of each micro-batch, in running order."""
-    slowdown: float
-    """Time of its passes relative to that in the profile, or of replicas relative to the fastest."""
+    micro_batches: tuple[int, ...]  # samples of each micro-batch, in running order
+    slowdown: float  # time of its passes relative to that in the profile, or of replicas relative to the fastest
     work_seconds: float
-    data_seconds: float
-    """Time for which it waits for its data."""
-    wait_seconds: float
-    """The rest of an iteration: waiting for slower ones, and communication."""
+    data_seconds: float  # time for which it waits for its data
+    wait_seconds: float  # the rest of an iteration: waiting for slower ones, and communication
 
     def in_words(self) -> str:
         """Micro-batches in short, such as ``26 × 2`` or ``7 × 3 + 6``."""
@@ -59,14 +55,10 @@ class BatchReport:
     """"rank" or "replica"."""
     global_batch_size: int
     shares: tuple[BatchShare, ...]
-    iteration_seconds: float
-    """Predicted time of a global batch, with communication."""
-    equal_seconds: float | None
-    """The same if all had equal parts; None if that is not possible."""
-    changes: int
-    """How often batches were divided again."""
-    is_measured: bool
-    """True if ``work_seconds`` are those of training with this division; otherwise they are predicted."""
+    iteration_seconds: float  # predicted time of a global batch, with communication
+    equal_seconds: float | None  # the same if all had equal parts; None if that is not possible
+    changes: int  # how often batches were divided again
+    is_measured: bool  # True if ``work_seconds`` are those of training with this division; otherwise they are predicted
 
     def shown(self) -> Iterator[RenderableType]:
         yield batch_table(self)

@@ -103,8 +103,7 @@ _Part = Literal["data", "work", "waiting", "step"]
 
 
 class TimedGlobalBatch(NamedTuple):
-    sizes: tuple[int, ...]
-    """Samples of its micro-batches; 0 for a placeholder sample."""
+    sizes: tuple[int, ...]  # samples of its micro-batches; 0 for a placeholder sample
     work_seconds: float
     data_seconds: float
     waiting_seconds: float

@@ -23,19 +23,13 @@ from ..profiling.preserved_state import inner_optimizer
 class MicroBatch:
     """Position and size of one micro-batch of this rank."""
 
-    samples: int
-    """Number of samples; 0: only placeholder samples, of weight zero."""
-    global_samples: int
-    """Samples of its global batch over all ranks."""
+    samples: int  # number of samples; 0: only placeholder samples, of weight zero
+    global_samples: int  # samples of its global batch over all ranks
     global_batch: int
-    step: int
-    """Index among this rank's micro-batches in its global batch."""
-    is_last: bool
-    """True if no other micro-batch of this rank follows in its global batch."""
-    first: int = 0
-    """Number of samples before it in the order of its global batch."""
-    weight: float | None = None
-    """Weight of its mean loss in the global batch; None: its number of samples."""
+    step: int  # index among this rank's micro-batches in its global batch
+    is_last: bool  # True if no other micro-batch of this rank follows in its global batch
+    first: int = 0  # number of samples before it in the order of its global batch
+    weight: float | None = None  # weight of its mean loss in the global batch; None: its number of samples
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of its tensors, if the loss is weighted by samples: all samples must be passed forward."""
 

@@ -23,10 +23,8 @@ from .progress import MicroBatch
 class DrawnSample(NamedTuple):
     """Request of a sampler to :class:`SeededSamples`."""
 
-    number: int
-    """In the data set."""
-    seed: int
-    """Of its augmentation, in [0, 2⁶²)."""
+    number: int  # in the data set
+    seed: int  # of its augmentation, in [0, 2⁶²)
 
 
 class SeededSamples(Dataset[Any]):
@@ -76,8 +74,7 @@ class _RankSlice(NamedTuple):
     sizes: tuple[int, ...]
 
 
-_Division = tuple[int, dict[int, _RankSlice]]
-"""First global batch, and this rank's slice by samples of a global batch."""
+_Division = tuple[int, dict[int, _RankSlice]]  # first global batch, and this rank's slice by samples of a global batch
 
 
 class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):

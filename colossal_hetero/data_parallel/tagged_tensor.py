@@ -18,8 +18,7 @@ from .progress import MicroBatch
 class TaggedTensor(Tensor):
     """A tensor computed from batches of a loader. It behaves like a plain one, and is saved as a plain one."""
 
-    micro_batches: tuple[MicroBatch, ...] = ()
-    """Sources; more than one if batches were joined."""
+    micro_batches: tuple[MicroBatch, ...] = ()  # sources; more than one if batches were joined
 
     @classmethod
     def __torch_function__(

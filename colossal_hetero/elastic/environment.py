@@ -52,8 +52,7 @@ class ElasticEnvironment:
     job: str
     node: str
     local_rank: int
-    launcher: str
-    """Name of the torchrun that has started this worker; the same after it has started its workers again."""
+    launcher: str  # name of the torchrun that has started this worker; the same after it has started its workers again
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> ElasticEnvironment:
@@ -106,13 +105,10 @@ class TorchrunPlace:
     rank: int
     world_size: int
     local_rank: int
-    host: str
-    """Host of the store through which the workers find each other."""
+    host: str  # host of the store through which the workers find each other
     port: int
-    hosts_store: bool
-    """True if this worker has to start that store, because no agent of torchrun has."""
-    node: str
-    """Name of the node, as in :class:`ElasticEnvironment`."""
+    hosts_store: bool  # True if this worker has to start that store, because no agent of torchrun has
+    node: str  # name of the node, as in :class:`ElasticEnvironment`
     job: str
     """Name that only the restarted processes of this job share: ``--rdzv-id``, else the name of torchrun's process."""
 

@@ -129,14 +129,10 @@ class Held:
 class Standing:
     version: int | None
     """Optimizer steps whose result a rank holds; None if it holds nothing, as one that has just started."""
-    is_complete: bool
-    """True if it has all sums of gradients of the next step, so that it can make this step alone."""
-    commit: Any
-    """Agreement of the ranks on its last step; None before the first one."""
-    evaluations: int = 0
-    """Evaluations that all ranks have finished, as far as it knows."""
-    has_results: bool | None = None
-    """True if it has the results of the evaluation that it is in; None if it is in none."""
+    is_complete: bool  # True if it has all sums of gradients of the next step, so that it can make this step alone
+    commit: Any  # agreement of the ranks on its last step; None before the first one
+    evaluations: int = 0  # evaluations that all ranks have finished, as far as it knows
+    has_results: bool | None = None  # True if it has the results of the evaluation that it is in; None if it is in none
 
 
 class CatchUp(Enum):
@@ -147,8 +143,7 @@ class CatchUp(Enum):
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    version: int
-    """Optimizer steps that are done, after each rank has followed its catch_up."""
+    version: int  # optimizer steps that are done, after each rank has followed its catch_up
     commit: Any
     catch_ups: tuple[CatchUp, ...]
 
@@ -276,8 +271,7 @@ class Recovery:
     after: int
     seconds: float
     received_bytes: int
-    iterations_repeated: int
-    """1 if the passes since the last step are run once more, else 0."""
+    iterations_repeated: int  # 1 if the passes since the last step are run once more, else 0
     reason: str
 
     def in_words(self) -> str:

@@ -31,8 +31,7 @@ ANSWER_SECONDS = 1.0  # longest time to connect to a socket of this process
 
 class OpenSocket(NamedTuple):
     descriptor: int
-    inode: int
-    """Distinguishes the socket from a later one with the same descriptor."""
+    inode: int  # distinguishes the socket from a later one with the same descriptor
 
 
 def open_sockets() -> frozenset[OpenSocket]:

@@ -30,8 +30,7 @@ class StateName(NamedTuple):
     """The state of the whole model after ``version`` optimizer steps, as one world has made it."""
 
     version: int
-    world: str
-    """Name of the world that wrote it; later worlds come later in the alphabet."""
+    world: str  # name of the world that wrote it; later worlds come later in the alphabet
 
 
 class KeptBox(NamedTuple):
@@ -47,8 +46,7 @@ class FoundState:
     """Content of a file: the part of a state that one rank held."""
 
     name: StateName
-    tensors: tuple[str, ...]
-    """Names of all parameters and buffers of the model, also those that are not in this file."""
+    tensors: tuple[str, ...]  # names of all parameters and buffers of the model, also those that are not in this file
     boxes: tuple[KeptBox, ...]
 
 
@@ -207,8 +205,7 @@ def default_memory() -> Path:
 
 class FileName(NamedTuple):
     state: StateName
-    slot: int
-    """Number, on its node, of the worker that wrote it."""
+    slot: int  # number, on its node, of the worker that wrote it
 
     def __str__(self) -> str:
         return f"{self.state.world}.{self.state.version:08d}.{self.slot}.{SUFFIX}"

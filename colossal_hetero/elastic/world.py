@@ -12,10 +12,8 @@ class Member(NamedTuple):
 
     age: int
     """The negative number of the latest round that it was in, so that survivors come first; NEW if it was in none."""
-    place: int
-    """Its rank in that round; the number of a new member."""
-    number: int
-    """Number of the process, unique in the job; it counts up."""
+    place: int  # its rank in that round; the number of a new member
+    number: int  # number of the process, unique in the job; it counts up
     node: str
     pid: int
 
@@ -27,8 +25,7 @@ class Member(NamedTuple):
 class World(NamedTuple):
     rank: int
     size: int
-    round: int
-    """Number of the world in the job; it grows, but not always by one."""
+    round: int  # number of the world in the job; it grows, but not always by one
     nodes: tuple[str, ...]
 
 
@@ -70,8 +67,7 @@ class MembershipTiming:
     """Longest wait for enough members. A spare, for which there is no place, waits as long as the job lasts."""
     collective_limit_seconds: float = 60.0
     """Longest collective. A member that does not take part, or an error that Gloo loses, is noticed after this time."""
-    store_limit_seconds: float = 5.0
-    """Longest wait for an answer of the store."""
+    store_limit_seconds: float = 5.0  # longest wait for an answer of the store
     poll_seconds: float = 0.05
     """Pause between looks whether the world is broken, and, while a member joins, who else is there."""
 

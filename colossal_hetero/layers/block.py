@@ -90,11 +90,9 @@ ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]]]
 class BlockWorkload:
     """A block's part of the plan on one rank; all counts are numbers of units."""
 
-    given: int = 0
-    """Number of own units that the rank gives away: the last ones."""
+    given: int = 0  # number of own units that the rank gives away: the last ones
     taken: tuple[UnitRange, ...] = ()
-    kept: int
-    """Number of own units that the rank computes; units that are neither kept nor given away are pruned."""
+    kept: int  # number of own units that the rank computes; units that are neither kept nor given away are pruned
     select: Selector | None = None
     """Chooses the kept units if some are pruned, from ``x [b, U]`` and ``weight [a, U]`` of :attr:`Block.matrices`."""
 

@@ -19,8 +19,7 @@ class BlockRule:
     """Attributes of ``heads`` that may hold the number of units; the first that exists is used."""
     widths: tuple[str, ...] = ()
     """Attributes of ``heads`` that are in proportion to the number of units; missing ones are skipped."""
-    dropouts: tuple[str, ...] = ()
-    """Modules or attributes that hold the probability of dropout inside the block."""
+    dropouts: tuple[str, ...] = ()  # modules or attributes that hold the probability of dropout inside the block
     obstacles: tuple[str, ...] = ()
     """Modules or attributes that must be absent or 0: options whose result depends on the number of units."""
 

@@ -205,8 +205,7 @@ class SeededPasses:
         self._passes = 0
         self._inside = 0
         self._seeded: list[Tensor] = []
-        self.draws = False
-        """True if a block of the model has drawn random numbers."""
+        self.draws = False  # True if a block of the model has drawn random numbers
         in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
         outside = [module for module in model.modules() if id(module) not in in_blocks]
         model.register_forward_pre_hook(partial(self._begin_pass, _randomizers(outside)))

@@ -232,10 +232,8 @@ class _CrossEntropy(torch.autograd.Function):
         return of_logits * gradient.to(of_logits.dtype), None, None, None, None, None
 
 
-MAX_UNITS = 64
-"""Maximum number of units, a power of two; rows are mostly a multiple of 64."""
-_COPIES = ("CloneBackward0", "ToCopyBackward0")
-"""The nodes of operations that change no value, except by rounding."""
+MAX_UNITS = 64  # maximum number of units, a power of two; rows are mostly a multiple of 64
+_COPIES = ("CloneBackward0", "ToCopyBackward0")  # the nodes of operations that change no value, except by rounding
 
 
 class HeadBlock(Block):
@@ -251,12 +249,10 @@ class HeadBlock(Block):
         # Known with the first training loss: computed by Colossal-AI's function from the head's own outputs, or not.
         self.moves = None
         self.reshards = False  # in evaluation, loops use the logits of the rank's own rows
-        self._outputs: Tensor | None = None
-        """Outputs of the head in a pass that may decide whether units can migrate."""
+        self._outputs: Tensor | None = None  # outputs of the head in a pass that may decide whether units can migrate
         self._logits: OwnLogits | None = None
         self._type: torch.dtype | None = None
-        self._unused: list[ReferenceType[OwnRows]] = []
-        """Logits since the last step that may still be asked for."""
+        self._unused: list[ReferenceType[OwnRows]] = []  # logits since the last step that may still be asked for
         colossalai_loss.cross_entropy_1d = cross_entropy_1d  # which knows the rows of :func:`expect_rows`
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)

@@ -39,11 +39,9 @@ class HeteroLinear:
 
     clock: Clock | None = None
     slow_down: Slowdown | None = None
-    rows = 0
-    """Rows of X multiplied in training forward passes so far."""
+    rows = 0  # rows of X multiplied in training forward passes so far
     passes = 0
-    kind: int | None = None
-    """Layers of one kind are balanced in the same way; None: this layer is not balanced."""
+    kind: int | None = None  # layers of one kind are balanced in the same way; None: this layer is not balanced
     block: Any = None
     """The :class:`.Block` that contains the layer, if any; its workload takes precedence over the layer's."""
     workload: Workload | None = None

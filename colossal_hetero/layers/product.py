@@ -82,16 +82,13 @@ class ProductContext:
     """Settings of a product, besides its operands."""
 
     layout: WeightLayout
-    group: dist.ProcessGroup | None = None
-    """The group to sum dX over (column-parallel), or None."""
+    group: dist.ProcessGroup | None = None  # the group to sum dX over (column-parallel), or None
     lineage: Lineage | None = None
-    share: UnitShare | None = None
-    """The units of a block to compute, or None for exactly this rank's own."""
+    share: UnitShare | None = None  # the units of a block to compute, or None for exactly this rank's own
     clock: Clock | None = None
     kind: int | None = None
     slow_down: Slowdown | None = None
-    before_forward: Part = "other"
-    """Part that the time since the last mark belongs to, when the forward product begins."""
+    before_forward: Part = "other"  # part that the time since the last mark belongs to, when the forward product begins
     before_backward: Part = "other"
     sequence: SequenceParts | None = None
     """Division of X and dX over ``group`` (column-parallel, with sequence parallelism), or None."""

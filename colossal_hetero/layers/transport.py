@@ -58,8 +58,7 @@ class Pending:
 
 class Started(NamedTuple):
     received: Pending
-    sent: Pending
-    """Needed only before the tensors that are sent change: it waits for the ranks that receive them."""
+    sent: Pending  # needed only before the tensors that are sent change: it waits for the ranks that receive them
 
     def wait(self) -> None:
         self.received.wait()

@@ -28,8 +28,7 @@ MESSAGE_BYTES = 4 << 20
 @dataclass(eq=False)
 class BlockTransfer:
     block: Block
-    given: list[MovedRange]
-    """Units of this rank that other ranks compute, in ascending order."""
+    given: list[MovedRange]  # units of this rank that other ranks compute, in ascending order
     taken: list[MovedRange]
     bucket: Bucket | None = None
 
@@ -151,8 +150,7 @@ class UnitExchange:
         self._clock = clock
         self._transfers: list[BlockTransfer] = []
         self._buckets: list[Bucket] = []
-        self._started_buckets = 0
-        """Number of buckets whose messages have been started since the weights changed."""
+        self._started_buckets = 0  # number of buckets whose messages have been started since the weights changed
         self._returning: dict[tuple[BlockTransfer, int], tuple[Started, list[tuple[int, Tensor]]]] = {}
         """Gradients that are being sent to their owners, with the tensors that they are sent from, by layer."""
         self._are_sent = False

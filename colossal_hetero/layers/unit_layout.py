@@ -27,8 +27,7 @@ FUSED_KERNELS = {torch.float32: "wgrad_gemm_accum_fp32", torch.float16: "wgrad_g
 class WeightLayout:
     """Storage of a weight; this class: ``[N, L]``, as in ``torch.nn.Linear``."""
 
-    columns = 1
-    """The dimension of the weight that the product contracts."""
+    columns = 1  # the dimension of the weight that the product contracts
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -121,8 +120,7 @@ class _Slice(NamedTuple):
     """Units that are adjacent both in activations and in the tensor that holds their weights."""
 
     activations: slice
-    source: int
-    """0: the rank's own tensor; n: that of the n-th range of taken units."""
+    source: int  # 0: the rank's own tensor; n: that of the n-th range of taken units
     first: int
     length: int
 

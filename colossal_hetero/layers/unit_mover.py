@@ -24,10 +24,8 @@ Holding = tuple[UnitRange, ...]
 class Piece(NamedTuple):
     """Units that are adjacent both where they are and where they go."""
 
-    source: int
-    """The rank that holds them so far."""
-    first: int
-    """Their place among the units that this rank holds so far."""
+    source: int  # the rank that holds them so far
+    first: int  # their place among the units that this rank holds so far
     length: int
 
 

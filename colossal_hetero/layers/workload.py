@@ -46,8 +46,7 @@ class Clock(Protocol):
 class Workload:
     """A layer's part of the plan on this rank."""
 
-    prune: float
-    """Pruning ratio γ of this layer: the share of its contraction columns left out, in [0, 1)."""
+    prune: float  # pruning ratio γ of this layer: the share of its contraction columns left out, in [0, 1)
     select: Selector
 
     imputation: Imputation = "zero"

@@ -2,8 +2,7 @@
 
 from typing import Any, NamedTuple
 
-DEFAULT_EPOCH_LENGTH = 100
-"""Iterations that count as an epoch if the length of the data loader is unknown."""
+DEFAULT_EPOCH_LENGTH = 100  # iterations that count as an epoch if the length of the data loader is unknown
 
 
 class TrainingObjects(NamedTuple):

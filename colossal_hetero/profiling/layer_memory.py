@@ -54,8 +54,7 @@ class LayerMemory:
 
     kept: list[int]
     outputs: list[int]
-    temporaries: list[int]
-    """Empty if they were not measured."""
+    temporaries: list[int]  # empty if they were not measured
 
 
 def measure_memory(

@@ -45,10 +45,8 @@ class _Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    name: str | None
-    """Name of the argument with the hidden state; None if it is the first positional argument."""
-    output: Any
-    """Output of the block, with None instead of the hidden state."""
+    name: str | None  # name of the argument with the hidden state; None if it is the first positional argument
+    output: Any  # output of the block, with None instead of the hidden state
 
 
 class LayerPasses:
@@ -189,8 +187,7 @@ class LayerPasses:
 class _Ends(NamedTuple):
     loss: Tensor
     hidden: Tensor
-    last: Tensor
-    """The stored hidden state that replaces the output of the last block; a leaf tensor."""
+    last: Tensor  # the stored hidden state that replaces the output of the last block; a leaf tensor
     before: Duration
     after: Duration
 

@@ -48,16 +48,14 @@ SAME = 0.02  # largest relative difference between losses of a sample alone and 
 class Pair(NamedTuple):
     """Two samples; see [Note: evidence]."""
 
-    share: float
-    """Measured part of the first one in the mean of both; nan if no weights explain the loss of both."""
+    share: float  # measured part of the first one in the mean of both; nan if no weights explain the loss of both
     error: float
 
 
 @dataclass(frozen=True)
 class Evidence:
     pairs: tuple[Pair, ...] = ()
-    leaves_out: bool = False
-    """True if the loss may leave labels out that were seen, or weighs classes."""
+    leaves_out: bool = False  # True if the loss may leave labels out that were seen, or weighs classes
     is_random: bool = False
 
 

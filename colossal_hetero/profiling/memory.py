@@ -49,10 +49,8 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform =
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    bytes: int
-    """Including memory that the process already uses."""
-    is_hard: bool
-    """True if an allocation beyond the limit raises an error; False if the kernel may end the process."""
+    bytes: int  # including memory that the process already uses
+    is_hard: bool  # True if an allocation beyond the limit raises an error; False if the kernel may end the process
     source: str
 
 

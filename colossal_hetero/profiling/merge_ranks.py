@@ -29,16 +29,11 @@ class RankLayers:
     backward: dict[int, list[float]] = field(default_factory=dict)
     errors: dict[int, float] = field(default_factory=dict)
     update: list[float] = field(default_factory=list)
-    activations: list[int] = field(default_factory=list)
-    """Bytes per sample kept for backward."""
-    outputs: list[int] = field(default_factory=list)
-    """Bytes per sample of the output."""
-    temporaries: dict[int, list[int]] = field(default_factory=dict)
-    """Needed for a moment; empty if not measured."""
-    context_bytes: int | None = None
-    """Bytes of the device in use beside those of the allocator; None if not measured."""
-    state_factor: float = 0.0
-    """Bytes of parameters, gradients and optimizer state per byte of parameters."""
+    activations: list[int] = field(default_factory=list)  # bytes per sample kept for backward
+    outputs: list[int] = field(default_factory=list)  # bytes per sample of the output
+    temporaries: dict[int, list[int]] = field(default_factory=dict)  # needed for a moment; empty if not measured
+    context_bytes: int | None = None  # bytes of the device in use beside those of the allocator; None if not measured
+    state_factor: float = 0.0  # bytes of parameters, gradients and optimizer state per byte of parameters
 
     @property
     def seconds(self) -> float:

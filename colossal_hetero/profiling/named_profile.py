@@ -188,8 +188,7 @@ class ProfileRequest:
     optimizer: str = "adam"
     precision: str = "fp32"
     min_seconds: float = MIN_SECONDS
-    tensor_parallel: Sequence[int] = (1,)
-    """Degrees to measure, ascending."""
+    tensor_parallel: Sequence[int] = (1,)  # degrees to measure, ascending
 
     def build(self, device: torch.device | str) -> NamedModel:
         sizes: dict[str, Any] = dict(image_size=self.image_size, sequence=self.sequence)

@@ -75,8 +75,7 @@ class ModelDescription:
     name: str
     parameters: int
     trained: int
-    digest: str
-    """Hash of the parameters' names, shapes and dtypes."""
+    digest: str  # hash of the parameters' names, shapes and dtypes
 
 
 def describe(model: nn.Module) -> ModelDescription:

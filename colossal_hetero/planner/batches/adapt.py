@@ -24,8 +24,7 @@ from .batch_profile import PASSES, BatchProfile
 from .time_curve import Curve
 
 EXACT_DEVICES = 12
-STARTS = 8
-"""Nearest-neighbor tours that the local search improves."""
+STARTS = 8  # nearest-neighbor tours that the local search improves
 ROUNDING = 1e-12
 
 
@@ -116,8 +115,7 @@ class RingNetwork:
     """Links between ranks, and the message that each sends in a synchronization."""
 
     links: Sequence[MeasuredLink]
-    protocols: Sequence[Sequence[str]]
-    """By rank, the protocols that it supports."""
+    protocols: Sequence[Sequence[str]]  # by rank, the protocols that it supports
     message_bytes: float
 
     def protocol(self, ranks: Sequence[int]) -> str:
@@ -216,22 +214,17 @@ def _channel(topology: Topology, a: int, b: int, protocol: str) -> Channel:
 
 @dataclass(frozen=True)
 class AdaptStep:
-    without: tuple[int, ...]
-    """The ranks that it drops, in addition to those dropped before."""
+    without: tuple[int, ...]  # the ranks that it drops, in addition to those dropped before
     reason: str
     protocol: str
-    cost_seconds: float
-    """Predicted time per global batch; infinite if the remaining ranks cannot hold a sample each."""
-    kept: bool
-    """True if the configuration was better than those before it."""
+    cost_seconds: float  # predicted time per global batch; infinite if the remaining ranks cannot hold a sample each
+    kept: bool  # True if the configuration was better than those before it
 
 
 @dataclass(frozen=True)
 class AdaptPlan:
-    allocation: Allocation
-    """The division over all ranks; a dropped rank has ``runs == ()`` and ``busy_seconds == 0``."""
-    ring: tuple[int, ...]
-    """Ranks in sending order; the last one sends to the first."""
+    allocation: Allocation  # the division over all ranks; a dropped rank has ``runs == ()`` and ``busy_seconds == 0``
+    ring: tuple[int, ...]  # ranks in sending order; the last one sends to the first
     protocol: str
     steps: tuple[AdaptStep, ...] = ()
     """Configurations that were tried, in order; the first one keeps all devices that hold a sample."""

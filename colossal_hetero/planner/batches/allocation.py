@@ -71,11 +71,9 @@ class Allocation:
     accumulation: str
     global_batch_size: int
     shares: tuple[Share, ...]
-    busy_seconds: tuple[float, ...]
-    """Each rank's compute time per global batch, with its optimizer's step, by rank."""
+    busy_seconds: tuple[float, ...]  # each rank's compute time per global batch, with its optimizer's step, by rank
     communication_seconds: float
-    wall_seconds: float
-    """Time per global batch: compute, waiting and communication."""
+    wall_seconds: float  # time per global batch: compute, waiting and communication
 
     @cached_property
     def idle_seconds(self) -> tuple[float, ...]:

@@ -38,8 +38,7 @@ PASSES = (2, 1, 1, 3)
 two, the reduce-scatter of gradients one; stage 3 also gathers the parameters for forward and for backward (not for
 backward, if FSDP has the whole model in one unit, without an ``auto_wrap_policy``). Stages 1 and 2 gather the
 parameters after the step; that takes the same time for every division of the batch, and is left out."""
-MAX_PREDICTED = 65_536
-"""Largest micro-batch, in samples, of a curve, unless a larger global batch is to be divided."""
+MAX_PREDICTED = 65_536  # largest micro-batch, in samples, of a curve, unless a larger global batch is to be divided
 
 Stage = Annotated[int, Field(ge=0, le=3)]
 

@@ -24,10 +24,8 @@ from .time_curve import Curve
 class Speed(NamedTuple):
     """The difference between the time of a replica's micro-batches and its time curve."""
 
-    factor: float = 1.0
-    """Measured / expected time of forward and backward passes."""
-    data_seconds: float = 0.0
-    """Seconds per sample in which training waits for data."""
+    factor: float = 1.0  # measured / expected time of forward and backward passes
+    data_seconds: float = 0.0  # seconds per sample in which training waits for data
 
     def seconds(self, expected_seconds: float, samples: int) -> float:
         return self.factor * expected_seconds + self.data_seconds * samples
@@ -92,19 +90,15 @@ class BatchDivider:
         return [known[id(curve), speed] for curve, speed in zip(self.curves, speeds, strict=True)]
 
 
-MIN_ITERATIONS = 3
-"""Smallest number of global batches from which speeds are computed."""
+MIN_ITERATIONS = 3  # smallest number of global batches from which speeds are computed
 MIN_SECONDS = 0.5
 """Smallest total time of these. It holds several periods of a CPU quota, which are 0.1 s long."""
-MANY = 4
-"""Number of global batches from which the longest are left out: a single delay is not a change of speed."""
-LEFT_OUT = 0.1
-"""Share of the global batches that is left out, but at least one."""
+MANY = 4  # number of global batches from which the longest are left out: a single delay is not a change of speed
+LEFT_OUT = 0.1  # share of the global batches that is left out, but at least one
 ASSUMED_NOISE = 0.03
 """Least relative standard deviation of a replica's time while fewer than :data:`FEW` global batches are known."""
 FEW = 8
-UNCERTAINTY = 1.5
-"""Increase of the standard deviation of n < :data:`FEW` values, times n."""
+UNCERTAINTY = 1.5  # increase of the standard deviation of n < :data:`FEW` values, times n
 
 
 class GlobalBatchTime(NamedTuple):
@@ -112,8 +106,7 @@ class GlobalBatchTime(NamedTuple):
 
     expected_seconds: float
     samples: int
-    work_seconds: float
-    """Forward and backward passes, and everything else outside of loading data."""
+    work_seconds: float  # forward and backward passes, and everything else outside of loading data
     data_seconds: float
 
     @property
@@ -185,29 +178,23 @@ def _against_others(changes: Sequence[float]) -> list[float]:
 
 # Closed loop ----------------------------------------------------------------------------------------------------------
 
-WINDOW = 256
-"""Largest number of global batches from which speeds are computed."""
-CERTAIN = 3.0
-"""Standard errors that a gain must have."""
+WINDOW = 256  # largest number of global batches from which speeds are computed
+CERTAIN = 3.0  # standard errors that a gain must have
 CHANGED = 2.5
 """Standard errors by which a time must differ from earlier ones in the same division to be a change of speed."""
 MIN_CHANGE = 0.05
 MIN_GROWTH = 0.25
 """Least relative difference by which a replica became so much faster that its former speed is forgotten."""
-SIMILAR_LOAD = 0.75
-"""Share of its former samples with which a replica waits little more than before."""
-MIN_LEAP = 0.35
-"""The same as :data:`MIN_GROWTH`, for a replica with a similar load."""
-SLOWEST = 0.02
-"""Largest share of its time that a replica may wait to be measured reliably."""
+SIMILAR_LOAD = 0.75  # share of its former samples with which a replica waits little more than before
+MIN_LEAP = 0.35  # the same as :data:`MIN_GROWTH`, for a replica with a similar load
+SLOWEST = 0.02  # largest share of its time that a replica may wait to be measured reliably
 REFUTED = 0.03
 """Share by which a replica must be slower than the slowest one, at its remembered speed, to refute that speed."""
 PROFILE_ERROR = 0.5
 """Share by which a replica's time may be longer in its profile than in training, without being optimistic there."""
 MAX_RISK = 0.01
 """Share by which an iteration may become longer if a remembered speed is right and the optimistic one is wrong."""
-PATIENCE = 4
-"""Number of checks after which an optimistic speed is believed, and for which it is not after a wrong step."""
+PATIENCE = 4  # number of checks after which an optimistic speed is believed, and for which it is not after a wrong step
 REFINEMENTS = 6
 AS_PROFILED = Speed()
 
@@ -221,11 +208,9 @@ class _Replica:
     is_from_profile: bool = True
     before: tuple[Speed, int] | None = None
     faster: bool = False
-    held_back: int = 0
-    """Checks in which no step by its optimistic speed was possible."""
+    held_back: int = 0  # checks in which no step by its optimistic speed was possible
     distrusted: int = 0
-    limit_seconds: float = math.inf
-    """Time above which the optimistic speed by which it got more samples was wrong."""
+    limit_seconds: float = math.inf  # time above which the optimistic speed by which it got more samples was wrong
 
 
 class Redivision:

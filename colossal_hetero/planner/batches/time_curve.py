@@ -11,8 +11,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_DIP = 0.1
-"""Share of its time by which a larger batch may be faster than a smaller one by noise."""
+MAX_DIP = 0.1  # share of its time by which a larger batch may be faster than a smaller one by noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +22,7 @@ class Curve:
     """``[max_batch + 1]``, positive and non-decreasing; ``[1]`` if the device cannot hold ``min_batch`` samples. Times
     up to ``min_batch`` are equal: a rank without samples runs ``min_batch`` of weight zero, to take part in all
     collectives."""
-    min_batch: int = 1
-    """Samples of the smallest micro-batch that the model trains with, except 0."""
+    min_batch: int = 1  # samples of the smallest micro-batch that the model trains with, except 0
 
     def __post_init__(self) -> None:
         seconds = np.array(self.seconds, dtype=np.float64)

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from .topology import Channel, Topology
 
-INSIDE = "inside"
-"""Network name of transfers inside a node."""
+INSIDE = "inside"  # network name of transfers inside a node
 
 Hop = tuple[int, int]
 """(from node, to node)."""
@@ -96,8 +95,7 @@ class ConcurrentRings:
 class _Ring(NamedTuple):
     hops: tuple[Hop, ...]
     network: str
-    inside: Mapping[int, int]
-    """Messages per step that stay inside, by node."""
+    inside: Mapping[int, int]  # messages per step that stay inside, by node
 
 
 class _Limits(NamedTuple):

@@ -304,8 +304,7 @@ def _usual_inside(node: str, part: _Nodes) -> Channel:
     return min(usual, key=lambda channel: channel.bytes_per_second)
 
 
-SINGLE_DEVICE = Channel("PCIe", 15.75e9)
-"""Of a node with a single device: nothing is sent over it."""
+SINGLE_DEVICE = Channel("PCIe", 15.75e9)  # of a node with a single device: nothing is sent over it
 
 
 def _check_reachable(topology: Topology) -> None:

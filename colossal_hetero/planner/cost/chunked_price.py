@@ -28,8 +28,7 @@ Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 Groups = Sequence[Sequence[Sequence[int]]]
 """:data:`Ranks` of any sequences."""
 
-MAX_PASSES_TO_DIVIDE = 10_000
-"""Passes above which the blocks are divided for fewer micro-batches."""
+MAX_PASSES_TO_DIVIDE = 10_000  # passes above which the blocks are divided for fewer micro-batches
 FORWARD_FACTORS = (1.0, 0.5, 2.0)
 """Colossal-AI orders the passes of zbv for stages that are alike. For unequal stages, the order that it makes for other
 forward times than the mean is sometimes better."""
@@ -282,8 +281,7 @@ class ChunkedPipeline:
     ``[bounds[c], bounds[c + 1])``, at least one."""
 
     slots: tuple[Slot, ...]
-    hops: tuple[Channel | None, ...]
-    """The channel over the cut behind each chunk except the last; None inside a stage."""
+    hops: tuple[Channel | None, ...]  # the channel over the cut behind each chunk except the last; None inside a stage
     order: PassOrder
 
     @property
@@ -328,10 +326,8 @@ class ChunkedPipeline:
 # from chunk to chunk, from several proportional divisions on, as long as that makes the simulated iteration shorter.
 
 
-MAX_COMPARED = 1_500
-"""Largest number of divisions that are all compared."""
-MAX_ROUNDS = 200
-"""Moves of blocks from each start."""
+MAX_COMPARED = 1_500  # largest number of divisions that are all compared
+MAX_ROUNDS = 200  # moves of blocks from each start
 ROUNDING = 1e-12
 
 

@@ -35,8 +35,7 @@ class Draft:
 
     pool: SlotPool
     rows: list[list[Place]]
-    bounds: list[tuple[int, ...]]
-    """Stage s of pipeline p runs blocks ``[bounds[p][s], bounds[p][s + 1])``."""
+    bounds: list[tuple[int, ...]]  # stage s of pipeline p runs blocks ``[bounds[p][s], bounds[p][s + 1])``
     micro_batches: list[int]
     costs: list[PipelineCost]
     synchronization_seconds: float

@@ -88,10 +88,8 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    dollars_per_hour: float
-    """Price of all nodes of which the plan uses a device: a node is paid for as a whole."""
-    egress_dollars: float
-    """Per iteration, of what is sent between clusters."""
+    dollars_per_hour: float  # price of all nodes of which the plan uses a device: a node is paid for as a whole
+    egress_dollars: float  # per iteration, of what is sent between clusters
     iteration_seconds: float
 
     @property
@@ -152,8 +150,7 @@ class EvaluatedPlan:
 
     plan: Plan
     simulated_seconds: float
-    cost: PlanCost | None
-    """None if the cluster has no prices, or not of all devices."""
+    cost: PlanCost | None  # None if the cluster has no prices, or not of all devices
 
     @property
     def fullest(self) -> StagePlan:

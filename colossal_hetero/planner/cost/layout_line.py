@@ -17,18 +17,15 @@ class StageLayout:
     """Blocks on the devices, all of one kind, of a tensor-parallel group."""
 
     device: str
-    block_ranges: tuple[tuple[int, int], ...]
-    """``[a, b)`` of each chunk, in the order of the model; at least one."""
+    block_ranges: tuple[tuple[int, int], ...]  # ``[a, b)`` of each chunk, in the order of the model; at least one
     recompute: bool = False
-    place: int = field(default=0, compare=False)
-    """Its start in the line that was read."""
+    place: int = field(default=0, compare=False)  # its start in the line that was read
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
     stages: tuple[StageLayout, ...]
-    micro_batches: int | None = None
-    """Per iteration; None if the layout does not say it."""
+    micro_batches: int | None = None  # per iteration; None if the layout does not say it
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class PlanLayout:
     """The pipelines of a plan, one per replica, and its micro-batches."""
 
     pipelines: tuple[PipelineLayout, ...]
-    micro_batch: int | None = None
-    """Samples per micro-batch; None if the layout does not say it."""
+    micro_batch: int | None = None  # samples per micro-batch; None if the layout does not say it
     schedule: Schedule = "1f1b"
     zero_stage: Literal[0, 1] = 0
     tensor_parallel: int = 1
@@ -86,8 +82,7 @@ STAGE = re.compile(
 """A part of a pipeline: number of stages, device, ``recompute`` in brackets or without, and ranges of blocks."""
 SETTING = re.compile(r"(?<![\w-])(?:tp\s*\d+|recompute)(?![\w-])", re.IGNORECASE)
 """What is no part of a device's name: a degree of tensor parallelism, or a further ``recompute``."""
-MAX_STAGES = 65_536
-"""Stages of all pipelines together: as many as a cluster file may have devices."""
+MAX_STAGES = 65_536  # stages of all pipelines together: as many as a cluster file may have devices
 
 
 def read_layout(text: str) -> PlanLayout:
@@ -289,8 +284,7 @@ def _blocks(start: int, stop: int) -> str:
 # Write layout --------------------------------------------------------------------------------------------------------
 
 
-MAX_PARTS = 8
-"""Parts of a pipeline, or different pipelines, that a shortened line shows at most."""
+MAX_PARTS = 8  # parts of a pipeline, or different pipelines, that a shortened line shows at most
 
 
 def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:

@@ -23,8 +23,7 @@ Schedule = Literal["1f1b", "interleaved", "zbv"]
 """Colossal-AI's ``pp_style``."""
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zbv")
-CHUNKED: tuple[Schedule, ...] = ("interleaved", "zbv")
-"""Schedules in which a stage holds several chunks."""
+CHUNKED: tuple[Schedule, ...] = ("interleaved", "zbv")  # schedules in which a stage holds several chunks
 
 PassKind = Literal["forward", "backward", "weight", "transfer"]
 
@@ -34,8 +33,7 @@ class Pass(NamedTuple):
     """``weight``: only the gradients of the weights; ``backward`` is without them then. ``transfer``: no pass, but
     messages over the cut behind the chunk that two stages exchange at the same time, between their passes."""
     chunk: int
-    micro_batch: int
-    """Of a transfer, its number among those over its cut."""
+    micro_batch: int  # of a transfer, its number among those over its cut
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +41,7 @@ class PassOrder:
     """The passes that each stage runs in an iteration, one after the other, and the stage of each chunk."""
 
     stage_of_chunk: tuple[int, ...]
-    passes: tuple[tuple[Pass, ...], ...]
-    """A transfer is in the lists of both of its stages."""
+    passes: tuple[tuple[Pass, ...], ...]  # a transfer is in the lists of both of its stages
     receives_late: bool = False
     """True if a stage asks for the input of a pass only when it has run the pass of that kind before."""
 

@@ -15,8 +15,7 @@ from .placement import Place, SlotPool
 Rows = tuple[tuple[Place, ...], ...]
 """The slots of each pipeline in the order of the stages."""
 
-MAX_COMBINATIONS = 20_000
-"""Combinations of cuts of unequal pipelines that are compared."""
+MAX_COMBINATIONS = 20_000  # combinations of cuts of unequal pipelines that are compared
 MAX_SUMMED = 300
 """Cuts of one arrangement for which the time of the gradients is computed, the shortest pipelines first."""
 

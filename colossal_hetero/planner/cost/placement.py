@@ -134,8 +134,7 @@ class SlotPool:
 
     tensor_parallel: int
     micro_batch: int
-    kinds: tuple[SlotKind, ...]
-    """Kinds of slots in ascending order of computing power."""
+    kinds: tuple[SlotKind, ...]  # kinds of slots in ascending order of computing power
     total_micro_batches: int
     links: NodeLinks
     pipelines: int | None = None

@@ -23,8 +23,7 @@ from .placement import NodeLinks, Place, SlotPool, place, place_together
 from .plan import Plan
 from .tp_groups import SlotKind, tensor_parallel_groups
 
-METHOD = "given"
-"""Method of plans whose stages nobody looked for."""
+METHOD = "given"  # method of plans whose stages nobody looked for
 
 Slots = Mapping[str, Sequence[tuple[int, ...]]]
 """Ranks of each tensor-parallel group, by kind of device."""

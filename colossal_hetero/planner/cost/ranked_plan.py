@@ -18,15 +18,13 @@ and one with ZeRO stage 1 or recomputation than one without: predicted times are
 (``benchmarks/pipeline``, ``benchmarks/planner``), and simple plans leave more choices, such as Colossal-AI's own
 plugin, other schedules, ZeRO stage 2 and LoRA."""
 
-ROUNDING = 1e-9
-"""Times that differ by a smaller share count as equal."""
+ROUNDING = 1e-9  # times that differ by a smaller share count as equal
 
 
 @dataclass(frozen=True)
 class RankedPlan:
     plan: Plan
-    reason: str
-    """Reason why it is the best, or how much slower it is than the best, and what most of that comes from."""
+    reason: str  # reason why it is the best, or how much slower it is than the best, and what most of that comes from
 
 
 def ranking_seconds(seconds: float, *, equal: bool, plain: bool = True) -> float:
@@ -60,8 +58,7 @@ def compared(seconds: float, best_seconds: float, what: str = "it is not as simp
 CERTAIN = 2.0
 """Plans that differ by less than so many standard errors count as equally fast. Of normal errors, 95 % are smaller."""
 
-DRAWS = 512
-"""Half of them are the inverse of the others, so that the mean error is 0."""
+DRAWS = 512  # half of them are the inverse of the others, so that the mean error is 0
 
 
 def prediction_error(plan: Plan, profile: ModelProfile) -> float:

@@ -44,16 +44,14 @@ class ChunkTimes:
     backward_seconds: NDArray[np.float64]
     hop_seconds: NDArray[np.float64]
     """Message over the cut behind the chunk, one way; 0 behind the last one, and inside a stage."""
-    update_seconds: NDArray[np.float64]
-    """Optimizer step of each stage, ``[stages]`` or ``[stages, divisions]``."""
+    update_seconds: NDArray[np.float64]  # optimizer step of each stage, ``[stages]`` or ``[stages, divisions]``
 
 
 class Event(NamedTuple):
     """One thing that a stage does without interruption."""
 
     kind: Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
-    micro_batch: int
-    """Number of the micro-batch, or of the transfer; of the update, 0."""
+    micro_batch: int  # number of the micro-batch, or of the transfer; of the update, 0
     start: float
     stop: float
     chunk: int = 0
@@ -63,10 +61,8 @@ class StageShare(NamedTuple):
     """Shares of the iteration that a stage spends on each activity; they sum to 1. Compute includes the update."""
 
     compute: float
-    transfer: float
-    """0 if messages are sent while stages compute: they do not occupy a stage."""
-    bubble: float
-    """Waiting, for another stage or for a message that has not arrived."""
+    transfer: float  # 0 if messages are sent while stages compute: they do not occupy a stage
+    bubble: float  # waiting, for another stage or for a message that has not arrived
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +143,7 @@ def simulate_passes(
     free = [zero] * order.stages
     asked: dict[tuple[int, str], Any] = {}
     channel_free: dict[tuple[int, int], Any] = {}
-    inputs: dict[Pass, Any] = {}
-    """Time when the input of each pass has arrived, or was ready if it is still to be sent."""
+    inputs: dict[Pass, Any] = {}  # time when the input of each pass has arrived, or was ready if it is still to be sent
     waits = transfers == "blocking" and order.receives_late
     both_wait = transfers == "blocking" and order.exchanges
 
@@ -190,11 +185,9 @@ def simulate_passes(
 
 @dataclass(frozen=True, eq=False)
 class PlanSimulation:
-    plan: Plan
-    """The plan with the simulated stage times, to compare its prediction with the simulation."""
+    plan: Plan  # the plan with the simulated stage times, to compare its prediction with the simulation
     timelines: tuple[Timeline, ...]
-    slow: Mapping[int, float] = field(default_factory=dict)
-    """Factor by which the work of each slow rank takes longer."""
+    slow: Mapping[int, float] = field(default_factory=dict)  # factor by which the work of each slow rank takes longer
 
     @cached_property
     def seconds(self) -> float:

@@ -16,10 +16,8 @@ from ..cluster.topology import Topology
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
 
-MAX_COMPOSITIONS = 200_000
-"""Compositions up to which none is left out, see :func:`compositions`."""
-MIN_CHOICES = 5
-"""The smallest number of counts that is left of a kind or of similar kinds."""
+MAX_COMPOSITIONS = 200_000  # compositions up to which none is left out, see :func:`compositions`
+MIN_CHOICES = 5  # the smallest number of counts that is left of a kind or of similar kinds
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,13 +25,11 @@ class SlotKind:
     """Slots that differ only in the node they are in."""
 
     device: str
-    speed: float
-    """Speed of the slowest device in a slot, as a share of the speed at which its kind was profiled."""
+    speed: float  # speed of the slowest device in a slot, as a share of the speed at which its kind was profiled
     usable_bytes: float
     costs: LayerCosts
     slots: tuple[tuple[int, ...], ...]
-    recomputed: LayerCosts | None = None
-    """Costs of a stage that recomputes; None: none may."""
+    recomputed: LayerCosts | None = None  # costs of a stage that recomputes; None: none may
     training_speed: float | None = None
 
     @cached_property

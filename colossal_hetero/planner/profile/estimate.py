@@ -141,8 +141,7 @@ def _sizes(model: Transformer, degree: int) -> LayerSizes:
     )
 
 
-IMAGE_SIZE = 32
-"""Pixels of CIFAR-10's images, each way."""
+IMAGE_SIZE = 32  # pixels of CIFAR-10's images, each way
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,12 +30,9 @@ class LayerCosts:
     forward_seconds: NDArray[np.float64]
     backward_seconds: NDArray[np.float64]
     update_seconds: NDArray[np.float64]
-    state_bytes: NDArray[np.float64]
-    """Parameters, gradients and optimizer state, per device."""
-    gradient_bytes: NDArray[np.float64]
-    """Gradients that are summed over replicas once per iteration, per device."""
-    activation_bytes: NDArray[np.float64]
-    """Kept for backward by one micro-batch in flight, per device."""
+    state_bytes: NDArray[np.float64]  # parameters, gradients and optimizer state, per device
+    gradient_bytes: NDArray[np.float64]  # gradients that are summed over replicas once per iteration, per device
+    activation_bytes: NDArray[np.float64]  # kept for backward by one micro-batch in flight, per device
     output_bytes: NDArray[np.float64]
     """Sent by one micro-batch over a cut behind the block. The gradient that comes back is as large."""
     temporary_bytes: float = 0.0

@@ -15,10 +15,8 @@ from ..batches.adapt import AdaptPlan, RingNetwork, adapt_profile, ring_cost
 from ..batches.allocation import LEAST_GAIN, Allocation, Share, allocate
 from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
 
-MAX_GLOBAL_BATCH = 2**20
-"""Largest global batch, in samples: the exact search needs about 60 bytes for each."""
-MAX_SIZES = 2**22
-"""Largest number of micro-batch sizes, over all kinds of device, whose times are computed."""
+MAX_GLOBAL_BATCH = 2**20  # largest global batch, in samples: the exact search needs about 60 bytes for each
+MAX_SIZES = 2**22  # largest number of micro-batch sizes, over all kinds of device, whose times are computed
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,7 @@ class MethodResult:
     name: str
     allocation: Allocation | None
     note: str = ""
-    adapt: AdaptPlan | None = None
-    """The search of method ``adapt``; None for another method, or without links."""
+    adapt: AdaptPlan | None = None  # the search of method ``adapt``; None for another method, or without links
 
 
 @dataclass(frozen=True)

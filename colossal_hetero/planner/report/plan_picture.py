@@ -17,8 +17,7 @@ SHOWN_STEPS = 8
 MAX_NUMBERS = 1500
 GREEN, PURPLE = "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, like the other colors."""
-CHUNK_HATCHES = ("", "///", "\\\\\\", "xxx")
-"""By the number of a chunk in its stage; further chunks begin again."""
+CHUNK_HATCHES = ("", "///", "\\\\\\", "xxx")  # by the number of a chunk in its stage; further chunks begin again
 KINDS = {
     "forward": ("forward", BLUE, "#FFFFFF"),
     "backward": ("backward", LIGHT_BLUE, "#000000"),

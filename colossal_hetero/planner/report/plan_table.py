@@ -23,8 +23,7 @@ from ..profile.layer_profile import LayerTimes, ModelProfile
 if TYPE_CHECKING:
     from ..solver.pareto_front import FrontPoint, NodeType
 
-MAX_ROWS = 16
-"""Number of stages above which consecutive ones of one kind with equally many layers share a row."""
+MAX_ROWS = 16  # number of stages above which consecutive ones of one kind with equally many layers share a row
 
 
 def one_line(plan: Plan) -> str:
@@ -55,10 +54,8 @@ class Row(NamedTuple):
 
     replicas: tuple[int, ...]
     numbers: tuple[int, ...]
-    stages: tuple[StagePlan, ...]
-    """Of the first of these replicas."""
-    everywhere: tuple[StagePlan, ...]
-    """Of all of them."""
+    stages: tuple[StagePlan, ...]  # of the first of these replicas
+    everywhere: tuple[StagePlan, ...]  # of all of them
 
     @property
     def device(self) -> str:

@@ -10,10 +10,8 @@ from ..cost.plan import Plan
 from ..cost.price import look
 from .problem import Problem
 
-MAX_TRIED = 64
-"""Pipelines whose blocks are divided, for each schedule and number of chunks."""
-CERTAIN = 0.95
-"""Share of a pipeline's estimated work that must be below the best time; the estimate is nearly a bound."""
+MAX_TRIED = 64  # pipelines whose blocks are divided, for each schedule and number of chunks
+CERTAIN = 0.95  # share of a pipeline's estimated work that must be below the best time; the estimate is nearly a bound
 
 Candidate = tuple[Ranks, int]
 """Pipelines whose stages run the same blocks, and the samples of a micro-batch."""

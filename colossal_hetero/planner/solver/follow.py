@@ -25,17 +25,14 @@ from ..cost.price import Pricer, price, slots_of
 from ..cost.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
 
-WINDOW = 4
-"""Iterations whose medians are compared: one that is disturbed does not count."""
+WINDOW = 4  # iterations whose medians are compared: one that is disturbed does not count
 CHANGED = 0.1
 """Relative change of the times of stages to each other that counts. Windows of two undisturbed stages on a CPU differed
 by up to 0.08."""
 GAIN = 0.05
 """Least share by which a plan that is moved to must be faster; the predictions of two plans are about as exact."""
-HORIZON = 200
-"""Iterations in which a move must bring more than it costs."""
-CALM = 50
-"""Steps; see :class:`Caution`."""
+HORIZON = 200  # iterations in which a move must bring more than it costs
+CALM = 50  # steps; see :class:`Caution`
 SPEED_STEP = 1.03
 """Measured speeds are rounded to powers of it, so that noise does not make devices unequal that are equal."""
 LINK_CHANGED = 2.0
@@ -55,11 +52,9 @@ class LinkDrift:
     ranks: tuple[int, int]
     nodes: tuple[str, str]
     message_bytes: float
-    seconds: float
-    """Of one message in one direction."""
+    seconds: float  # of one message in one direction
     planned_seconds: float
-    matters: bool
-    """False where the difference is less than 5 % of an iteration (:data:`GAIN`), or than a factor of 2."""
+    matters: bool  # False where the difference is less than 5 % of an iteration (:data:`GAIN`), or than a factor of 2
 
     @property
     def changed(self) -> bool:
@@ -146,10 +141,8 @@ class Proposal:
     """The best plan that was found for the measured speeds."""
 
     plan: Plan
-    present_seconds: float
-    """Predicted time of an iteration with the present plan, at these speeds."""
-    topology: Topology
-    """The machines with these speeds."""
+    present_seconds: float  # predicted time of an iteration with the present plan, at these speeds
+    topology: Topology  # the machines with these speeds
 
     @property
     def gain(self) -> float:

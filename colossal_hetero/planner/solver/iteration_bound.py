@@ -45,20 +45,16 @@ from .pipeline_bounds import PipelineBounds, RelaxedPool, least_kind, smallest_m
 
 Floats = NDArray[np.float64]
 
-MAX_STEPS = 200
-"""Limit of steps: columns that are alike can make the method go around in a circle."""
-TOLERANCE = 1e-9
-"""Relative to the largest v or limit."""
+MAX_STEPS = 200  # limit of steps: columns that are alike can make the method go around in a circle
+TOLERANCE = 1e-9  # relative to the largest v or limit
 
 Basis = tuple[int, ...]
 """Column of each row; −1 − r is the slack of row r."""
 
 
 class Packed(NamedTuple):
-    is_too_little: bool
-    """True if the prices prove that no solution reaches what is needed."""
-    prices: Floats
-    """Of the kinds, not negative, ``[kinds]``."""
+    is_too_little: bool  # True if the prices prove that no solution reaches what is needed
+    prices: Floats  # of the kinds, not negative, ``[kinds]``
     basis: Basis
 
 
@@ -114,14 +110,10 @@ def _column(counts: Floats, rows: int, number: int) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class PipelineTypes:
-    counts: Floats
-    """Slots by kind, ``[types, kinds]``."""
-    first_seconds: Floats
-    """Of the first micro-batch, ``[options, types]``; see :meth:`.PipelineBounds.options`."""
-    further_seconds: Floats
-    """Of each further one, ``[options, types]``."""
-    min_micro_batches: NDArray[np.int64]
-    """Least number of a pipeline, ``[types]``."""
+    counts: Floats  # slots by kind, ``[types, kinds]``
+    first_seconds: Floats  # of the first micro-batch, ``[options, types]``; see :meth:`.PipelineBounds.options`
+    further_seconds: Floats  # of each further one, ``[options, types]``
+    min_micro_batches: NDArray[np.int64]  # least number of a pipeline, ``[types]``
     max_micro_batches: int
 
     def micro_batches(self, seconds: float) -> Floats:
@@ -186,28 +178,21 @@ def few_kinds(pool: SlotPool) -> SlotPool:
     return replace(pool, kinds=tuple(merged))
 
 
-PRECISION = 1e-3
-"""Relative, of linear programming; and ranges are not halved if the bound can grow by less."""
-STEP = 0.01
-"""Relative: others are looked for so far above the lowest bound."""
-NO_LINK = 1e15
-"""Seconds of a transfer between nodes that cannot reach each other."""
-MAX_KINDS_INSIDE = 3
-"""Limit for telling the sets Q apart."""
+PRECISION = 1e-3  # relative, of linear programming; and ranges are not halved if the bound can grow by less
+STEP = 0.01  # relative: others are looked for so far above the lowest bound
+NO_LINK = 1e15  # seconds of a transfer between nodes that cannot reach each other
+MAX_KINDS_INSIDE = 3  # limit for telling the sets Q apart
 
 
 @dataclass(frozen=True)
 class _Range:
     pipelines: tuple[int, int]
-    blocks: tuple[int, int]
-    """Smallest and largest j."""
+    blocks: tuple[int, int]  # smallest and largest j
     inside: frozenset[int] | None
     """Kinds of which Q is a part; empty if all rings cross, None if the range has all plans."""
-    exactly: bool
-    """True if Q has all kinds of ``inside``; else it has at least one."""
+    exactly: bool  # True if Q has all kinds of ``inside``; else it has at least one
     passes: float
-    settled: bool = False
-    """True if ``passes`` is the result of linear programming."""
+    settled: bool = False  # True if ``passes`` is the result of linear programming
 
 
 class _Pool:

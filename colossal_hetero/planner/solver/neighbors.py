@@ -47,8 +47,7 @@ class Neighborhood:
         self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
         self._type = {place: (place[0], builder.node(pool, place)) for place in pool.places}
         """Kind and node of each slot: slots of one type are interchangeable."""
-        self._ends: dict[object, Draft] = {}
-        """Where a climb ends, by the neighbors and the slots that it went on from."""
+        self._ends: dict[object, Draft] = {}  # where a climb ends, by the neighbors and the slots that it went on from
 
     def starts(self, pipelines: int, stages: int, most: int = 3, below: float = math.inf) -> list[Draft]:
         """The fastest of some ways to give out the slots to equal pipelines, ``most`` of those ``below`` a time."""

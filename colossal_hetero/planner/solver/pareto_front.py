@@ -132,16 +132,14 @@ def _of_pool(
 
 Objective = Literal["time", "cost"]
 
-PER_CHOICE = 3
-"""Plans that are kept for each choice of nodes; they may leave nodes out."""
+PER_CHOICE = 3  # plans that are kept for each choice of nodes; they may leave nodes out
 
 
 @dataclass(frozen=True, eq=False)
 class FrontPoint:
     """A plan than which no other that was found is both faster and cheaper."""
 
-    plan: Plan
-    """Ranks are those of the whole cluster."""
+    plan: Plan  # ranks are those of the whole cluster
     cost: PlanCost
     nodes: tuple[int, ...]
 

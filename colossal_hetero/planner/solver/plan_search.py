@@ -27,8 +27,7 @@ from .starts import MAX_ROWS, SMALL, EqualRows, expected_seconds, shapes, unequa
 
 MAX_GROUPS = 5
 """Slots up to which all plans are tried: with chunks, five form pipelines of at least 2 stages in 380 ways."""
-MAX_LEFT_OUT = 2
-"""Speeds of networks, from the slowest on, whose nodes are left out by turns."""
+MAX_LEFT_OUT = 2  # speeds of networks, from the slowest on, whose nodes are left out by turns
 STARTED, IMPROVED, NEIGHBORS = 75, 12, 400
 """Shapes of equal pipelines for which starts are made, drafts whose neighborhoods are searched, and neighbors of each
 that are tried, for up to :data:`SMALL` devices; fewer, in inverse proportion, for more devices."""
@@ -55,8 +54,7 @@ class PlanSearch:
         self.rows = EqualRows(pools, self.bounds, problem.stages, below=below / self._factor)
         self._sums = [self._min_sums(pool) for pool in pools]
         self.drafts: dict[object, Draft] = {}
-        self.problems: dict[int, str] = {}
-        """Reasons why candidates could not be built, by tensor-parallel degree."""
+        self.problems: dict[int, str] = {}  # reasons why candidates could not be built, by tensor-parallel degree
         self.best_ranking = self._known_ranking = below
         self._known = known
         self._neighborhoods: dict[object, Neighborhood] = {}

@@ -16,10 +16,8 @@ from ..profile.fitted_profiles import as_profiled, on_links
 from ..profile.layer_profile import ModelProfile
 from ..stages.split_methods import METHODS
 
-DIVISION_METHODS = ("exact", "uniform")
-"""Methods of plans with chunks."""
-MAX_SAMPLES = 10**9
-"""Limit of a global batch, whose divisors are looked for one by one."""
+DIVISION_METHODS = ("exact", "uniform")  # methods of plans with chunks
+MAX_SAMPLES = 10**9  # limit of a global batch, whose divisors are looked for one by one
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

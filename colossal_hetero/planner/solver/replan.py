@@ -18,8 +18,7 @@ from ..profile.layer_profile import ModelProfile
 from .problem import Problem
 from .search import search
 
-TRIED = 5
-"""Best plans by the formula that are simulated."""
+TRIED = 5  # best plans by the formula that are simulated
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +26,7 @@ class Replanned:
     """Present plan on the slower devices, and the best plan for them."""
 
     present: PlanSimulation
-    best: PlanSimulation
-    """Same object as ``present`` if no plan is faster."""
+    best: PlanSimulation  # same object as ``present`` if no plan is faster
 
     @property
     def changed(self) -> bool:

@@ -17,8 +17,7 @@ from ..cost.runnable import enough_micro_batches
 from ..cost.tp_groups import compositions, divisors
 from .pipeline_bounds import PipelineBounds, named
 
-MAX_ROWS = 16
-"""Rows that are built for a set of kinds of devices, in the order of their bounds."""
+MAX_ROWS = 16  # rows that are built for a set of kinds of devices, in the order of their bounds
 
 SMALL = 16
 """Slots that are dealt out to every number of pipelines, and devices up to which all limits of the search hold."""
@@ -76,8 +75,7 @@ class EqualRows:
             numbers.append(np.full(len(counts), number))
             groups.append(copies)
         self._pool_of, self._pipelines, self._sums = (np.concatenate(each) for each in (numbers, groups, sums))
-        self._work = np.concatenate(seconds)
-        """Lower bounds by work over speed, which are quick, ``[rows]``."""
+        self._work = np.concatenate(seconds)  # lower bounds by work over speed, which are quick, ``[rows]``
         self.seconds = self._work.copy()
         """Lower bounds, ``[rows]``: those of work over speed, until better ones are needed."""
         self._left = self._work < below

@@ -21,8 +21,7 @@ from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 from .pipeline import Slot
 
-LIMITS = 16
-"""Number of limits that are tried at once."""
+LIMITS = 16  # number of limits that are tried at once
 
 _Floats = NDArray[np.float64]
 
@@ -169,8 +168,7 @@ def min_sum_bounds(costs: _Floats, seconds: _Floats, limit: float) -> tuple[int,
     return (0, *reversed(bounds))
 
 
-MAX_CUTS = 5_000
-"""Ways to cut a model that are all tried, at most."""
+MAX_CUTS = 5_000  # ways to cut a model that are all tried, at most
 
 _NO_LIMIT = 1 << 40
 
@@ -180,8 +178,7 @@ class CutTimes:
     """Times of a pipeline, as of :func:`.evaluate`, for each way to cut the model in a given order of stages,
     ``[cuts]``."""
 
-    fill_seconds: NDArray[np.float64]
-    """Time of one micro-batch through the empty pipeline, and of the longest update."""
+    fill_seconds: NDArray[np.float64]  # time of one micro-batch through the empty pipeline, and of the longest update
     step_seconds: NDArray[np.float64]
     max_micro_batches: NDArray[np.int64]
     """Micro-batches that fit in memory. A stage that may recompute does so if more fit then, even if not needed."""

@@ -41,17 +41,14 @@ class PipelineCost:
 
     forward_seconds: tuple[float, ...]
     backward_seconds: tuple[float, ...]
-    transfer_seconds: tuple[float, ...]
-    """Time in steady state: one hop over each of the stage's two cuts."""
+    transfer_seconds: tuple[float, ...]  # time in steady state: one hop over each of the stage's two cuts
     hop_seconds: tuple[float, ...]
     """One transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
     update_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
-    stage_seconds: tuple[float, ...]
-    """t: forward, backward and transfer time."""
+    stage_seconds: tuple[float, ...]  # t: forward, backward and transfer time
     fits: bool
-    seconds: float
-    """``Σ t + (K − 1)·max t`` plus the longest update."""
+    seconds: float  # ``Σ t + (K − 1)·max t`` plus the longest update
     recompute: tuple[bool, ...] = ()
     """True if each stage recomputes. Empty if no slot may."""
 

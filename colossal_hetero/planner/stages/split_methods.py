@@ -74,8 +74,7 @@ def _gigabytes(size: float) -> str:
 HOLMES_ALPHA = 1.05
 """α of Holmes' Eq. 2; the value is from section 4.4."""
 
-ROUNDING = 1e-9
-"""Relative rounding error of speeds and loads."""
+ROUNDING = 1e-9  # relative rounding error of speeds and loads
 
 
 def _speeds(slots: Sequence[Slot]) -> NDArray[np.float64]:

@@ -74,8 +74,7 @@ class Session:
         self.outline = outline_of(given.model, given.optimizer)
         self._template = Template(given.model, given.optimizer, self.outline.groups)
         self._criterion = given.criterion
-        self.objects: TrainingObjects | None = None
-        """What ``booster.boost`` has returned; None before it has."""
+        self.objects: TrainingObjects | None = None  # what ``booster.boost`` has returned; None before it has
         self.row: str | None = None
         with suppress(ValueError):
             self.row = find_block_row(given.model).name
@@ -104,8 +103,7 @@ START_AGAIN = (
 
 NOTHING = Held([], {}, None)  # of a process that joins
 
-IN_STEP = "in_step"
-"""Entry of a rank's state, true in a step that is made; see [Note: in a step] in ``elastic_run.py``."""
+IN_STEP = "in_step"  # entry of a rank's state, true in a step that is made; see [Note: in a step] in ``elastic_run.py``
 
 
 class StateLost(Exception):

@@ -30,12 +30,10 @@ from ...planner.solver.follow import GAIN, WINDOW, LinkDrift
 class NeighborMessages:
     """The messages of one iteration between a rank and a neighbor, in seconds of the rank's clock."""
 
-    sent: list[float]
-    """When each message to the neighbor started."""
+    sent: list[float]  # when each message to the neighbor started
     received: list[tuple[float, float]]
     """When the rank began to wait for each message of the neighbor, and when it had arrived."""
-    message_bytes: int
-    """Of those that were received."""
+    message_bytes: int  # of those that were received
 
 
 ByNeighbor = Mapping[int, Mapping[int, NeighborMessages]]

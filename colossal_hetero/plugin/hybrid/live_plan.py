@@ -68,8 +68,7 @@ from .planned_mesh import MakeGroup
 log = logging.getLogger(__name__)
 
 LIBRARIES = (*OWN_PACKAGES, "torch")
-SLOW = 2.0
-"""Times that a stage takes longer than another one from which on a plan without its devices is looked for."""
+SLOW = 2.0  # times that a stage takes longer than another one from which on a plan without its devices is looked for
 
 
 Search = Callable[..., Plan]

@@ -156,6 +156,11 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         ``BatchConfig.check_every`` global batches; one rank alone may ask for the report."""
         return Report(batches=self._uneven_batches.report())
 
+    def _yes(self) -> bool:
+        return True
+
+    support_no_sync = support_lora = control_precision = control_device = control_checkpoint_io = _yes
+
     def _plan_in_words(self) -> str:
         return f"dp {self.world_size}, ZeRO stage {self.stage}"
 
@@ -214,16 +219,10 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             profile=self._adapted,
         )
 
-    def support_no_sync(self) -> bool:
-        return True
-
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
         """Changes nothing: gradients are summed over ranks once per global batch, in stages 2 and 3 in every pass. A
         loop that accumulates several global batches gets the same result."""
         return nullcontext()
-
-    def support_lora(self) -> bool:
-        return True
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """See ``TorchDDPPlugin.enable_lora``; the same at stages 0 to 2."""
@@ -232,20 +231,11 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             raise ValueError("LoRA at stage 3 is not possible, as in TorchFSDPPlugin; use stage 0, 1 or 2")
         return TorchDDPPlugin().enable_lora(model, *args, **kwargs)
 
-    def control_precision(self) -> bool:
-        return True
-
     def supported_precisions(self) -> list[str]:
         return list(zero_stages.PRECISIONS[self._stages[-1]])
 
-    def control_device(self) -> bool:
-        return True
-
     def supported_devices(self) -> list[str]:
         return ["cuda", "npu", "cpu"]
-
-    def control_checkpoint_io(self) -> bool:
-        return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
         return StageCheckpointIO(self._checkpoint_io_of_stage)
