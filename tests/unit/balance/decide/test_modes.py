@@ -130,7 +130,7 @@ def without_pruning(mode: Any) -> BalanceConfig:
 def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: Any, cap: float) -> None:
     limit = 0.0 if mode == "migrate" else cap
     idle = BalancePlan.idle(len(group))
-    plan = decide(group, FREE, BalanceConfig(mode=mode, max_resize=cap if limit else None), idle)
+    plan = decide(group, FREE, BalanceConfig(mode=mode, max_resize=None if mode == "migrate" else cap), idle)
     assert all(0 <= ratio <= limit + 1e-6 for ratio in plan.resize)
     assert sum(plan.migrate) == sum(plan.receive)
     assert all(plan.load(rank) > 0 for rank in range(len(group)))
