@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common import print_table
-from benchmarks.planner.planning import cluster as gpt_cluster
-from benchmarks.planner.planning import gpt
+from benchmarks.planner.autohet_clusters import cluster as gpt_cluster
+from benchmarks.planner.autohet_clusters import gpt
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Node, Topology
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile

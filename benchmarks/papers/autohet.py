@@ -11,20 +11,55 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
 
+import numpy as np
+
 from benchmarks.papers.page import Figure, Inputs, measured
-from benchmarks.planner.autohet_groups import MemberKind, find_grouping
-from benchmarks.planner.planning import CLUSTERS, autohet_iteration, cluster, gpt
+from benchmarks.planner.autohet_clusters import CLUSTERS, DEGREES, SIZES, cluster, gpt
+from benchmarks.planner.autohet_groups import Grouping, MemberKind, find_grouping
+from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
 from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from colossal_hetero.planner.stages.split_methods import uniform_bounds
 
 BATCH = 128
 PREDICTED = "Predicted for GPT-3 6.7B, 45 % of nominal FLOP/s, a global batch of 128; the paper measures tokens/s."
+
+
+def grouped(topology: Topology, model: ModelProfile, degree: int, size: int) -> tuple[SlotPool, Grouping] | None:
+    """The best groups by Eq. 3, with micro-batches of so many samples; None if there are none."""
+    kinds = slot_kinds(topology, model, degree, size)
+    if not kinds:
+        return None
+    total, costs = BATCH // size, kinds[0].costs
+    found = find_grouping(
+        [MemberKind(1 / kind.model_seconds, kind.memory_bytes, len(kind.slots)) for kind in kinds],
+        float(costs.state_bytes.sum() + costs.activation_bytes.sum()),
+        lambda groups: max(1.0, total / groups),
+        max_members=model.blocks,
+        max_groups=total,
+    )
+    pool = SlotPool(degree, size, tuple(kinds), total, NodeLinks(topology, float(costs.output_bytes.max())))
+    return None if found is None else (pool, found)
+
+
+def autohet_iteration(topology: Topology, model: ModelProfile) -> float:
+    """Predicted seconds per iteration of AutoHet's Algorithm 1: for each degree the best groups by Eq. 3, then Eq. 4.
+
+    The groups are exact solutions. All micro-batch sizes are tried; the best one counts.
+    """
+    builder, best = DraftBuilder(topology, "autohet"), np.inf
+    for degree in DEGREES:
+        for size in SIZES:
+            if found := grouped(topology, model, degree, size):
+                draft = builder.build(found[0], found[1].groups)
+                best = min(best, draft.seconds if isinstance(draft, Draft) else np.inf)
+    return best
 
 
 def fig8(inputs: Inputs) -> Figure:
@@ -39,7 +74,7 @@ def fig8(inputs: Inputs) -> Figure:
             problem = Problem(topology=cluster(counts), profile=model, global_batch=BATCH)
             uniform = replace(problem, method="uniform", unequal=False, recompute=False, zero_stages=(0,))
             seconds = [search(each).best.iteration_seconds for each in (uniform, problem)]
-            printed = autohet_iteration(problem.topology, model, BATCH)
+            printed = autohet_iteration(problem.topology, model)
             gains.append(seconds[0] / seconds[1])
             name = " + ".join(f"{n} {kind}" for n, kind in zip(counts, ("A100", "H800", "H20"), strict=True) if n)
             rows.append((name, seconds[0], printed, seconds[1], seconds[0] / printed, gains[-1], ""))
@@ -55,19 +90,11 @@ def fig8(inputs: Inputs) -> Figure:
 def fig9(inputs: Inputs) -> Figure:
     """What each part adds on 4 A100 and 4 H800, with tensor parallelism 1 and micro-batches of one."""
     topology, model = cluster((4, 4, 0)), gpt()
-    kinds = slot_kinds(topology, model, 1, 1)
-    costs = kinds[0].costs
-    grouping = find_grouping(
-        [MemberKind(1 / kind.model_seconds, kind.memory_bytes, len(kind.slots)) for kind in kinds],
-        float(costs.state_bytes.sum() + costs.activation_bytes.sum()),
-        lambda groups: max(1.0, BATCH / groups),
-        max_members=model.blocks,
-        max_groups=BATCH,
-    )
-    assert grouping is not None
-    left = [iter(kind.slots) for kind in kinds]
+    found = grouped(topology, model, 1, 1)
+    assert found is not None
+    pool, grouping = found
+    left = [iter(kind.slots) for kind in pool.kinds]
     groups = [sorted(next(left[k]) for k, n in enumerate(row) for _ in range(n)) for row in grouping.groups]
-    pool = SlotPool(1, 1, tuple(kinds), BATCH, NodeLinks(topology, float(costs.output_bytes.max())))
     drafts = [DraftBuilder(topology, method).build(pool, grouping.groups) for method in ("uniform", "autohet")]
     mapped, balanced = (draft.seconds if isinstance(draft, Draft) else float("nan") for draft in drafts)
     steps = {

@@ -1,6 +1,6 @@
 """How far plans can be from the best possible, by lower bounds, and the plans that are worth their price. No training.
 
-The clusters and the model are those of ``benchmarks.planner.planning``.
+The clusters and the model are those of ``benchmarks.planner.autohet_clusters``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import time
 
 from benchmarks.common import print_table
-from benchmarks.planner.planning import CLUSTERS, cluster, gpt
+from benchmarks.planner.autohet_clusters import CLUSTERS, cluster, gpt
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.solver.pareto_front import pareto_front
 from colossal_hetero.planner.solver.problem import Problem

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.common import print_markdown
-from benchmarks.planner.planning import CLUSTERS, cluster, gpt
+from benchmarks.planner.autohet_clusters import CLUSTERS, cluster, gpt
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology

@@ -1,9 +1,8 @@
-"""Quality of the split methods, and the time that they and the event simulation take. Nothing is trained."""
+"""Quality of the split methods. Nothing is trained."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from itertools import combinations, pairwise
 from statistics import mean
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 from benchmarks.common import print_table
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.cost.pass_order import one_forward_one_backward
-from colossal_hetero.planner.cost.simulate import ChunkTimes, Timeline, Transfers, simulate_passes
+from colossal_hetero.planner.cost.simulate import ChunkTimes, Timeline
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import PipelineCost, Slot, evaluate
 from colossal_hetero.planner.stages.split_methods import METHODS, split
@@ -37,14 +36,12 @@ class Pipeline(NamedTuple):
         return evaluate(*self, bounds)
 
 
-def mixed(
-    random: np.random.Generator, stages: int, kinds: int, blocks: int, micro_batches: int, equal_blocks: bool = False
-) -> Pipeline:
+def mixed(random: np.random.Generator, stages: int, kinds: int, blocks: int, micro_batches: int) -> Pipeline:
     """A random pipeline with equally many slots of each kind, slots of one kind in one node.
 
     The last block includes the head and takes 1.6 times as long as a block.
     """
-    weight = np.full(blocks, 1.0) if equal_blocks else random.uniform(0.8, 1.2, blocks)
+    weight = random.uniform(0.8, 1.2, blocks)
     weight[-1] *= 1.6
     made = []
     for kind in range(kinds):
@@ -62,12 +59,12 @@ def all_splits(stages: int, blocks: int) -> list[tuple[int, ...]]:
     return [(0, *cuts, blocks) for cuts in combinations(range(1, blocks), stages - 1)]
 
 
-def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+def methods(pipelines: int) -> list[tuple[object, ...]]:
     """Table of all methods relative to `exact`, by the formula."""
     rows = []
     for stages, kinds, blocks in ((4, 2, 24), (8, 3, 48), (16, 3, 96)):
         for count in (stages, 4 * stages):
-            random = np.random.default_rng(seed)
+            random = np.random.default_rng(0)
             ratios: dict[str, list[float]] = {method: [] for method in METHODS}
             over = dict.fromkeys(METHODS, 0)
             for _ in range(pipelines):
@@ -104,11 +101,11 @@ def simulated_seconds(pipeline: Pipeline, bounds: tuple[int, ...]) -> float:
     return Timeline(one_forward_one_backward(len(pipeline.slots), pipeline.micro_batches), times).seconds
 
 
-def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
+def under_simulation(pipelines: int) -> list[tuple[object, ...]]:
     """Table of the formula and of `exact` under the event simulation."""
     rows = []
     for stages, count in ((2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (4, 16), (4, 64)):
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(0)
         closed, exact = [], []
         for _ in range(pipelines):
             pipeline = mixed(random, stages, 2, 9, count)
@@ -122,69 +119,20 @@ def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
     return rows
 
 
-def split_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
-    """Table of the seconds that `exact` takes."""
-    rows = []
-    for stages, kinds, blocks in ((8, 3, 48), (16, 2, 96), (16, 3, 96), (32, 3, 96), (64, 3, 128)):
-        cells = []
-        for equal_blocks in (True, False):
-            times = []
-            for number in range(repeats):
-                pipeline = mixed(np.random.default_rng(seed + number), stages, kinds, blocks, 4 * stages, equal_blocks)
-                start = time.perf_counter()
-                split(*pipeline)
-                times.append(time.perf_counter() - start)
-            cells.append(max(times))
-        rows.append((f"{stages} of {kinds}", blocks, *cells))
-    return rows
-
-
-def simulation_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
-    """Table of the seconds that the event simulation takes."""
-    rows = []
-    modes: tuple[Transfers, ...] = ("blocking", "overlapped")
-    for stages, replicas, count in ((8, 64, 64), (64, 8, 512), (256, 1, 1024)):
-        random = np.random.default_rng(seed)
-        for transfers in modes:
-            seconds = []
-            for _ in range(repeats):
-                times = random.uniform(0.5, 1.5, (replicas, stages))
-                start = time.perf_counter()
-                for forward in times:
-                    none = np.zeros(stages)
-                    given = ChunkTimes(forward, 2 * forward, forward / 10, none)
-                    simulate_passes(one_forward_one_backward(stages, count), given, transfers)
-                seconds.append(time.perf_counter() - start)
-            rows.append((stages * replicas, stages, replicas, count, transfers, max(seconds)))
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mixed", type=int, default=20, help="random larger pipelines per row (default: 20)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each timing (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random pipelines (default: 0)")
     arguments = parser.parse_args()
     print_table(
         "Iteration time of the methods relative to 'exact', mean (formula)",
         ("stages of kinds", "blocks", "micro-batches", *METHODS[1:]),
-        methods(arguments.mixed, arguments.seed),
+        methods(arguments.mixed),
     )
     print_table(
         "\nUnder the event simulation: formula / simulated time, and 'exact' "
         "relative to the best of all splits under the simulation; 9 blocks, 2 kinds",
         ("stages", "micro-batches", "formula / simulated", "exact, mean", "worst"),
-        under_simulation(arguments.mixed, arguments.seed),
-    )
-    print_table(
-        "\nSeconds of 'exact', the longest of all repeats",
-        ("stages of kinds", "blocks", "equal blocks", "unequal blocks"),
-        split_times(arguments.repeats, arguments.seed),
-    )
-    print_table(
-        "\nSeconds to simulate an iteration of replicas that all differ, the longest of all repeats",
-        ("devices", "stages", "replicas", "micro-batches", "transfers", "seconds"),
-        simulation_times(arguments.repeats, arguments.seed),
+        under_simulation(arguments.mixed),
     )
 
 

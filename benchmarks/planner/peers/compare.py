@@ -1,26 +1,23 @@
-"""The planner beside its peers on eleven clusters: plans that peers made, and the spaces that peers search.
+"""The planner beside its peers on eleven clusters: plans that peers made.
 
 Rows, for each cluster and model:
 
 - "this planner": its best plan, and its best simple one: without recomputation and ZeRO.
-- "chosen by Sailor": of this planner's best plans (``--keep``), the one that Sailor's simulator prices lowest. It shows
+- "chosen by Sailor": of this planner's 30 best plans, the one that Sailor's simulator prices lowest. It shows
   whether the search already holds plans that are best by another model.
 - Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
   ``cluster`` (as printed here), ``model`` and ``layout`` (a line as ``colossal-hetero evaluate`` takes); a list
-  ``missing`` may say why there is no plan. ``run_planners.py`` makes such files by running the peers' planners. Plans
-  whose stages have several tensor-parallel degrees have no price.
-- "space of X, our search": the best plan that *this* planner finds if it may only choose what X may choose, as
-  published. It is never X's own result, which can be another one, because X searches and predicts otherwise.
+  ``missing`` may say why there is no plan. Plans whose stages have several tensor-parallel degrees have no price.
 
 Every plan is priced by the formula, by the event simulation, and by Sailor's simulator where its repository is
-given (``--sailor``): with our numbers (``inputs.py``), and with the files as they are. The best is the
-fastest plan of the cluster that fits in memory by our count and, where Sailor can count it, by Sailor's. Sailor knows
-no ZeRO and no recomputation.
+given (``--sailor``): with our numbers, and with the files as they are. The best is the fastest plan of the cluster that
+fits in memory by our count and, where Sailor can count it, by Sailor's. Sailor knows no ZeRO and no recomputation.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_markdown, print_table
-from benchmarks.planner.peers.inputs import prepare_copy
-from benchmarks.planner.peers.layouts import SEVERAL_DEGREES, has_one_degree
-from benchmarks.planner.peers.simulator import SailorPrice, SailorSimulator, load_sailor
+from benchmarks.planner.peers.simulator import SailorPrice, SailorSimulator, load_sailor, prepare_copy
 from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, Case, published_cases, read_published
 from colossal_hetero.planner.cost.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
@@ -44,15 +39,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SIMPLE: Mapping[str, Any] = {"recompute": False, "zero_stages": (0,)}
-OWN: Mapping[str, Mapping[str, Any]] = {"this planner": {}, "this planner, simple": SIMPLE}
-CHOSEN = "chosen by Sailor"
-SPACES: Mapping[str, Mapping[str, Any]] = {
-    "space of Megatron, our search": {"method": "uniform", "unequal": False, **SIMPLE},
-    "space of AMP, our search": {"unequal": False, **SIMPLE},
+PLANS = Path(__file__).parent / "plans"
+GLOBAL_BATCH = 256
+KEPT = 30
+"""Plans that Sailor's simulator chooses from."""
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "this planner": {},
+    "this planner, simple": {"recompute": False, "zero_stages": (0,)},
 }
-"""What may be chosen. Megatron: equal pipelines of equal stages, one degree. AMP: one degree, equal pipelines of any
-stages."""
+CHOSEN = "chosen by Sailor"
 PRICES = ("formula", "event simulation", "Sailor's simulator", "Sailor's simulator, its own files")
 
 
@@ -100,6 +95,13 @@ def load_peer_plans(folder: Path) -> list[PeerPlan]:
     return plans
 
 
+def has_one_degree(line: str) -> bool:
+    """True if all stages of a layout line have one tensor-parallel degree: their own, else that of the line, else 1."""
+    whole = re.search(r"\btp (\d+)", re.sub(r"\[[^]]*\]", "", line))
+    stages = [stage for pipeline in re.findall(r"\[([^]]*)\]", line) for stage in pipeline.split("|")]
+    return len({(own or whole or ["", "1"])[1] for own in (re.search(r"\btp (\d+)", stage) for stage in stages)}) == 1
+
+
 class Pricer:
     """Prices plans of one cluster and model."""
 
@@ -121,42 +123,36 @@ class Pricer:
     def searched(self, keep: int = 1, **options: Any) -> list[PricedPlan]:
         """The planner's best plans."""
         case = self.case
-        problem = Problem(topology=case.topology, profile=case.profile, micro_batches=MICRO_BATCHES, **options)
+        sizes: dict[str, Any] = dict(global_batch=GLOBAL_BATCH, micro_batches=MICRO_BATCHES)
+        problem = Problem(topology=case.topology, profile=case.profile, **sizes, **options)
         found = search(problem, keep=keep).plans
         return [self.priced(evaluate_plan(case.topology, case.profile, each.plan)) for each in found]
 
-    def of_layout(self, line: str, global_batch: int) -> PricedPlan:
+    def of_layout(self, line: str) -> PricedPlan:
         """The plan of a peer."""
         if not has_one_degree(line):
-            raise ValueError(SEVERAL_DEGREES)
+            raise ValueError("not priced: several tensor-parallel degrees")
         topology, profile = self.case.topology, self.case.profile
-        return self.priced(evaluate_layout(topology, profile, read_layout(line), global_batch=global_batch))
+        return self.priced(evaluate_layout(topology, profile, read_layout(line), global_batch=GLOBAL_BATCH))
 
-    def by_sailor(self, keep: int, **options: Any) -> PricedPlan:
+    def by_sailor(self) -> PricedPlan:
         """Of the planner's best plans, the one that Sailor's simulator prices lowest."""
-        plans = [each for each in self.searched(keep, **options) if each.fits and each.seconds[2] is not None]
+        plans = [each for each in self.searched(KEPT) if each.fits and each.seconds[2] is not None]
         if not plans:
-            raise ValueError(f"Sailor's simulator can price none of {keep} plans")
+            raise ValueError(f"Sailor's simulator can price none of {KEPT} plans")
         return min(plans, key=lambda each: each.seconds[2] or 0.0)
 
 
-def candidates(
-    pricer: Pricer, global_batch: int, peers: Sequence[PeerPlan], keep: int
-) -> Iterator[tuple[str, PricedPlan | str]]:
+def candidates(pricer: Pricer, peers: Sequence[PeerPlan]) -> Iterator[tuple[str, PricedPlan | str]]:
     """Plans by who made them, or why there is none."""
-    batch = {"global_batch": global_batch}
     makers: dict[str, Callable[[], PricedPlan]] = {
-        name: lambda options=options: pricer.searched(**options, **batch)[0]  # type: ignore[misc]
+        name: lambda options=options: pricer.searched(**options)[0]  # type: ignore[misc]
         for name, options in OWN.items()
     }
     if isinstance(pricer.ours, SailorSimulator):
-        makers[CHOSEN] = partial(pricer.by_sailor, keep, **batch)
+        makers[CHOSEN] = pricer.by_sailor
     for each in peers:
-        makers[each.peer] = partial(pricer.of_layout, each.layout, global_batch)
-    makers |= {
-        name: lambda options=options: pricer.searched(**options, **batch)[0]  # type: ignore[misc]
-        for name, options in SPACES.items()
-    }
+        makers[each.peer] = partial(pricer.of_layout, each.layout)
     for name, make in makers.items():
         try:
             yield name, make()
@@ -174,17 +170,8 @@ class Wins:
     """The largest ratio to the best."""
 
 
-def count_wins(
-    cases: Sequence[Mapping[str, PricedPlan | str]], name: str, price: int, others: Callable[[str], bool]
-) -> Wins:
-    """How often a plan is best by one way to price, among itself and the others, of rows in which it has this price.
-
-    Args:
-        cases: The plans of each cluster and model.
-        name: Of the plan.
-        price: Place in ``PRICES``.
-        others: Which plans it is compared with.
-    """
+def count_wins(cases: Sequence[Mapping[str, PricedPlan | str]], name: str, price: int, peers: Sequence[str]) -> Wins:
+    """How often a plan is best by the price at this place in ``PRICES``, among itself and those of the ``peers``."""
     found = Wins()
     for plans in cases:
         seconds = {
@@ -192,7 +179,7 @@ def count_wins(
             for who, each in plans.items()
             if isinstance(each, PricedPlan) and each.fits and each.seconds[price] is not None
         }
-        rivals = [value for who, value in seconds.items() if who != name and others(who) and value is not None]
+        rivals = [value for who, value in seconds.items() if who != name and who in peers and value is not None]
         own = seconds.get(name)
         if own is None or not rivals:
             continue
@@ -211,18 +198,15 @@ def print_case(case: Case, plans: Mapping[str, PricedPlan | str]) -> None:
     rows = []
     for who, each in plans.items():
         if isinstance(each, str):
-            rows.append([who, *["-"] * (len(PRICES) + 1), each.splitlines()[0][:80]])
+            rows.append([who, *["-"] * len(PRICES), each.splitlines()[0][:80]])
             continue
         note = [] if each.evaluated.fits else ["too large"]
         if not isinstance(each.sailor, str) and not each.sailor.fits:
             lacks = ", which lacks ZeRO" if each.evaluated.plan.zero_stage else ""
             note.append(f"too large by Sailor's count{lacks}")
-        parts = "-"
-        if not isinstance(each.sailor, str):
-            parts = f"{each.sailor.transfer_seconds:.2f} + {each.sailor.sum_seconds:.2f}"
         line = write_layout(layout_of(each.evaluated.plan))
-        rows.append([who, *map(cell, each.seconds), parts, "; ".join([*note, line])])
-    names = ["plan", *(f"{name} [s]" for name in PRICES), "of it transfers + sums", "note"]
+        rows.append([who, *map(cell, each.seconds), "; ".join([*note, line])])
+    names = ["plan", *(f"{name} [s]" for name in PRICES), "note"]
     print_table(f"{case.cluster}, {case.profile.name}", names, rows)
 
 
@@ -243,29 +227,25 @@ def print_overview(cases: Sequence[tuple[Case, Mapping[str, PricedPlan | str]]],
 
 
 def print_wins(cases: Sequence[Mapping[str, PricedPlan | str]], peers: Sequence[str]) -> None:
-    everybody = list(dict.fromkeys(name for plans in cases for name in plans))
-    for title, rivals in (("peers' own plans", set(peers)), ("all plans", set(everybody))):
-        rows = []
-        for name in everybody:
-            row = [name]
-            for price in range(len(PRICES)):
-                found = count_wins(cases, name, price, rivals.__contains__)
-                row.append(f"{found.wins} of {found.rows} (× {found.behind:.3f})" if found.rows else "-")
-            rows.append(row)
-        title = f"Best or within 1 %, among itself and {title} (largest ratio to the best)"
-        print_markdown(title, ["plan", *PRICES], rows)
+    rows = []
+    for name in dict.fromkeys(name for plans in cases for name in plans):
+        row = [name]
+        for price in range(len(PRICES)):
+            found = count_wins(cases, name, price, peers)
+            row.append(f"{found.wins} of {found.rows} (× {found.behind:.3f})" if found.rows else "-")
+        rows.append(row)
+    title = "Best or within 1 %, among itself and peers' plans (largest ratio to the best)"
+    print_markdown(title, ["plan", *PRICES], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    parser.add_argument("--plans", type=Path, help="folder with plans of peers (TOML)")
+    parser.add_argument("--plans", type=Path, default=PLANS, help="folder with plans of peers (default: %(default)s)")
     parser.add_argument("--sailor", type=Path, help="checkout of Sailor's repository, for its simulator")
-    parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")
     parser.add_argument("--clusters", type=int, default=len(CLUSTERS), help="the first so many clusters only")
-    parser.add_argument("--keep", type=int, default=30, help="plans that Sailor's simulator chooses from")
     arguments = parser.parse_args()
-    peers = load_peer_plans(arguments.plans) if arguments.plans else []
+    peers = load_peer_plans(arguments.plans)
     found = []
     with tempfile.TemporaryDirectory() as folder:
         copy = None
@@ -275,7 +255,7 @@ def main() -> None:
         for case in published_cases(arguments.data, CLUSTERS[: arguments.clusters]):
             pricer = Pricer(case, load_sailor(copy, case.profile), load_sailor(arguments.sailor, case.profile))
             own = [each for each in peers if (each.cluster, each.model) == (case.cluster, case.profile.name)]
-            plans = dict(candidates(pricer, arguments.global_batch, own, arguments.keep))
+            plans = dict(candidates(pricer, own))
             print_case(case, plans)
             sys.stdout.flush()
             found.append((case, plans))
@@ -283,7 +263,6 @@ def main() -> None:
                 print(f"Sailor's columns are empty: {pricer.ours}.")
     who = list(dict.fromkeys(each.peer for each in peers))
     print_overview(found, [*OWN, CHOSEN, *who])
-    print_overview(found, list(SPACES))
     print_wins([plans for _, plans in found], who)
 
 

@@ -3,6 +3,11 @@
 Nothing of Sailor is part of this package. A checkout of github.com/eth-easl/sailor is given by its folder; the commit
 that this was written for is in ``README.md``. It needs pandas. Sailor's simulator takes pipelines that have the same
 number of micro-batches; its stages have layers, which include the embedding and the head.
+
+:func:`prepare_copy` makes a copy that has our numbers, so that both models see the same inputs. Rows of layer times
+that are missing or belong to another model (GPT-Neo-2.7 on GH-96 and A100-80) are written from our profile; a degree
+that was not timed, which Sailor reads as 0 s, gets ``NOT_TIMED`` seconds per layer. Bandwidths between different kinds
+of GPU are those of the slower kind, for the smaller number of GPUs that send at once.
 """
 
 from __future__ import annotations
@@ -12,18 +17,20 @@ import importlib
 import io
 import json
 import math
+import shutil
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.planner.sailor_tables import BLOCKS_TIMED, GpuChannels
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan, Replica
-from colossal_hetero.planner.profile.layer_profile import ModelProfile
-
-__all__ = ["SailorPrice", "SailorSimulator", "load_sailor"]
+from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
 
 ZONE = "us-central1-a"
 """A zone in Sailor's files; all nodes are in one."""
+NOT_TIMED = 1000.0
 
 
 class SailorPrice(NamedTuple):
@@ -32,10 +39,6 @@ class SailorPrice(NamedTuple):
     seconds: float
     fits: bool
     """In memory. Sailor counts the whole optimizer state on each member, also in ZeRO stage 1."""
-    transfer_seconds: float
-    """Part of the time: what an iteration takes longer because of the messages between stages."""
-    sum_seconds: float
-    """Part of the time: the sums of gradients."""
 
 
 class SailorSimulator:
@@ -71,13 +74,10 @@ class SailorSimulator:
                 times = {plan.model: self._times}
                 simulator = self._module.Simulator(str(self._path), known, self._sizes, False, times, ZONE)
                 seconds, *_ = simulator.simulate_iteration_time(described)
-                sums = simulator.estimate_sync_time(self._module.convert_homogeneous(described, known))
                 fits = simulator.check_config_fits(described)
-                simulator.activation_sizes_per_layer = [0.0] * self._profile.layers
-                without_transfers, *_ = simulator.simulate_iteration_time(described)
         except (KeyError, IndexError, ZeroDivisionError) as error:
             return f"Sailor has no data: {type(error).__name__} {error}"
-        return SailorPrice(float(seconds), bool(fits), float(seconds - without_transfers), float(sums))
+        return SailorPrice(float(seconds), bool(fits))
 
     def _described(self, topology: Topology, plan: Plan) -> dict[str, Any]:
         """The plan as Sailor writes it; pipelines that are cut alike are one, with members in each stage."""
@@ -133,3 +133,75 @@ def load_sailor(checkout: Path | None, profile: ModelProfile) -> SailorSimulator
     finally:
         sys.path.remove(str(checkout))
     return SailorSimulator(module, checkout, profile)
+
+
+def prepare_copy(
+    checkout: Path,
+    folder: Path,
+    profiles: Iterable[ModelProfile],
+    channels: Mapping[str, GpuChannels],
+    micro_batches: Sequence[int],
+) -> Path:
+    """Copies what the simulator needs to ``folder/sailor`` and writes our numbers there. Returns that path."""
+    copy = folder / "sailor"
+    ignore = shutil.ignore_patterns(
+        "baselines", "validation", "clariden", "__pycache__", "*.o", "*.so", "*.bin", "*.pdf"
+    )
+    for part in ("Planner", "providers", "profiling"):
+        shutil.copytree(checkout / "sailor" / part, copy / "sailor" / part, ignore=ignore)
+    _write(copy / "sailor" / "providers" / "multizone_bandwidths_het.json", bandwidth_rows(channels))
+    for profile in profiles:
+        for kind in profile.devices:
+            path = copy / "sailor/Planner/sailor_planner/profiles" / profile.name / kind / "profile.json"
+            _write(path, sailor_times(profile, kind, micro_batches, channels[kind].between))
+    return copy
+
+
+def bandwidth_rows(channels: Mapping[str, GpuChannels]) -> dict[str, Any]:
+    """Bandwidths between nodes as Sailor's file has them: zone, kind, number of GPUs; of the sender, then of the
+    receiver; then the coefficients of the curve and the largest bandwidth in bytes/s."""
+    ends = [(kind, number) for kind, each in channels.items() for number in each.between]
+    rows: dict[str, Any] = {}
+    for kind, number in ends:
+        for other, other_number in ends:
+            fewer = min(number, other_number)
+            choices = [channels[each].between for each in (kind, other)]
+            slower = min(
+                (each[max(n for n in each if n <= fewer)] for each in choices), key=lambda each: each.bytes_per_second
+            )
+            row = [list(slower.curve or ()), slower.bytes_per_second]
+            place = rows.setdefault(kind, {}).setdefault(str(number), {}).setdefault(ZONE, {})
+            place.setdefault(other, {})[str(other_number)] = row
+    return {ZONE: rows}
+
+
+def sailor_times(
+    profile: ModelProfile, kind: str, micro_batches: Sequence[int], degrees: Iterable[int]
+) -> dict[str, Any]:
+    """Our layer times of one kind of GPU as Sailor writes them; of these degrees, those that were not timed have
+    ``NOT_TIMED``.
+
+    The update is that of the model whose step was timed: an embedding, two blocks and a head.
+    """
+    found = {(each.micro_batch, each.tensor_parallel): each for each in profile.times if each.device == kind}
+    times: dict[str, Any] = {}
+    for size in micro_batches:
+        by_degree = times.setdefault(str(size), {})
+        for degree in sorted(degrees):
+            each = found.get((size, degree))
+            by_degree[str(degree)] = {
+                str(layer): [NOT_TIMED, NOT_TIMED, 0.0] if each is None else _layer(each, layer, profile)
+                for layer in range(profile.layers)
+            }
+    return times
+
+
+def _layer(times: LayerTimes, layer: int, profile: ModelProfile) -> list[float]:
+    update = times.update_seconds
+    step = sum(update[: profile.before + BLOCKS_TIMED]) + sum(update[profile.layers - profile.after :])
+    return [times.forward_seconds[layer], times.backward_seconds[layer], step]
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")

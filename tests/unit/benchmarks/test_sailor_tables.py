@@ -1,12 +1,10 @@
-"""Published tables of real GPUs, predictions of plans that others measured, and plans of peers as layout lines."""
+"""Published tables of real GPUs, and predictions of plans that others measured."""
 
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import pytest
 
-from benchmarks.planner.peers.layouts import has_one_degree, layout_line
 from benchmarks.planner.predicted_plans import load_measured_plans, predict
 from benchmarks.planner.published_clusters import read_published
 from benchmarks.planner.sailor_tables import (
@@ -16,7 +14,6 @@ from benchmarks.planner.sailor_tables import (
     read_gpu_tables,
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cost.layout_line import read_layout
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.layer_profiles import times_of
 from tests.support.paths import REPOSITORY
@@ -105,46 +102,3 @@ def test_published_plans_are_predicted() -> None:
     compared = [plan for plan in plans if plan.name != "GPT-NEO/N8/N8_D2"]
     memory = [predictions[plan.name].memory_bytes / plan.memory_bytes - 1 for plan in compared]
     assert min(memory) >= -0.05 and max(memory) <= 0.10
-
-
-PEER_LAYERS = 10  # of a model of eight blocks, with an embedding and a head
-
-
-def member(kind: str, degree: int = 1, size: int = 4) -> list[Any]:
-    return [[[kind, size, "zone"]], degree]
-
-
-def pipeline(stages: list[list[list[Any]]], ends: tuple[int, ...]) -> dict[str, Any]:
-    starts = (0, *ends)
-    layers = [list(range(a, b)) for a, b in zip(starts, (*ends, PEER_LAYERS), strict=True)]
-    return {"layers_per_stage": layers, "tmp_stages": stages}
-
-
-def line(*pipelines: dict[str, Any], mbs: float = 1, batch: int = 16) -> str:
-    found = layout_line({"mbs": mbs, "pipelines": pipelines}, PEER_LAYERS, 1, 1, batch)
-    if has_one_degree(found):
-        read_layout(found)
-    return found
-
-
-A, B, PAIR = [member("A")], [member("B")], [["A", 4, "zone"], ["A", 4, "zone"]]
-
-
-def test_plans_of_sailor_are_layout_lines() -> None:
-    for pipelines, mbs, expected in (
-        ([pipeline([A * 2, B * 2], (4,))], 2, "dp 2 × pp [A 0-2 | B 3-7] · micro-batch 2 × 4"),
-        ([pipeline([A, A], (5,))], 1, "dp 1 × pp [A 0-3 | A 4-7] · micro-batch 1 × 16"),  # the ends go with blocks
-        (
-            [pipeline([[member("A"), member("B", 4)], A * 2], (5,))],
-            1,
-            "dp 2 = 1 × pp [A (tp 1) 0-3 | A (tp 1) 4-7] + 1 × pp [B (tp 4) 0-3 | A (tp 1) 4-7] · micro-batch 1 × 8",
-        ),
-        ([pipeline([A * 3], ())], 1, "dp 3 = 1 × pp [A 0-7] × 6 + 2 × pp [A 0-7] × 5 · micro-batch 1"),
-        (
-            [pipeline([A], ()), pipeline([B, B], (5,))],
-            1,
-            "dp 2 = 1 × pp [A 0-7] + 1 × pp [B 0-3 | B 4-7] · micro-batch 1 × 8",
-        ),
-        ([pipeline([[[PAIR, 2]]], ())], 1, "tp 2 · dp 1 × pp [A 0-7] · micro-batch 1 × 16"),
-    ):
-        assert line(*pipelines, mbs=mbs) == expected
