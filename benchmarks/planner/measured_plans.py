@@ -3,10 +3,8 @@
 Predictions use layer times and bandwidths only; nothing is fitted to the iterations. Layers, links and plans were
 measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich), training with
 Megatron-DeepSpeed. `predicted_plans.py` states the assumptions, and `sailor_tables.py` how the tables are read.
-GPT-Neo-2.7 was not timed on GH200 (its published rows are those of OPT-350); `estimated_times.py` estimates its times
-there from OPT-350 and OPT-30, corrected by the error on V100, where all three were timed. The estimate is fitted to
-micro-batches of up to 8, which plans use. Fitted to all timed sizes, up to 128, the median error over all plans is
-6.5 % instead of 5.9 %.
+The times of GPT-Neo-2.7 on GH200 are estimated (`published_clusters.py`) for micro-batches of up to 8, which plans use.
+Fitted to all timed sizes, up to 128, the median error over all plans is 6.5 % instead of 5.9 %.
 
 Predictions are by the formula that the planner searches with, and include the gradient reduction. Memory is that of
 the GPU that uses most; the measured value is from nvidia-smi.
@@ -19,11 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from benchmarks.common import print_markdown
 from benchmarks.planner.predicted_plans import MeasuredPlan, load_measured_plans, predict
 from benchmarks.planner.published_clusters import DATA, read_published
 
@@ -54,18 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     published = read_published(arguments.data)
     models = {profile.name: profile for profile in published.profiles}
-    table = Table(box=MARKDOWN)
-    for column in ("plan", "stages × replicas × TP", "micro-batches × size", "measured [s]", "predicted [s]", "error"):
-        # In a plain string rich would read the brackets as markup.
-        table.add_column(Text(column))
-    for column in (
-        "gradients: measured [s]",
-        "predicted [s]",
-        "memory: measured [GB]",
-        "predicted [GB]",
-        "error",
-    ):
-        table.add_column(Text(column))
+    rows = []
     errors, plausible, misprints, repeated = [], [], [], []
     by_model: dict[str, list[float]] = {}
     reductions, memory = [], []
@@ -85,35 +68,28 @@ def main() -> None:
         if plan.micro_batches > 1:
             repeated.append(error)
         degree = plan.stages[0].replicas[0].tensor_parallel
-        table.add_row(
-            plan.name,
-            f"{len(plan.stages)} × {plan.replicas} × {degree}",
-            f"{plan.micro_batches} × {plan.micro_batch}",
-            f"{plan.iteration_seconds:.3f}",
-            f"{predicted.iteration_seconds:.3f}",
-            f"{100 * error:+.1f} %" + (" (?)" if reason else ""),
-            f"{plan.gradient_seconds:.3f}",
-            f"{predicted.gradient_seconds:.3f}",
-            f"{plan.memory_bytes / 1e9:.1f}",
-            f"{predicted.memory_bytes / 1e9:.1f}",
-            f"{100 * memory[-1]:+.1f} %",
-        )
-    console = Console(width=240, highlight=False)
-    console.print(table)
-    console.print(statistics(errors, "All"))
+        shape = f"{len(plan.stages)} × {plan.replicas} × {degree}", f"{plan.micro_batches} × {plan.micro_batch}"
+        times = f"{plan.iteration_seconds:.3f}", f"{predicted.iteration_seconds:.3f}"
+        sums = f"{plan.gradient_seconds:.3f}", f"{predicted.gradient_seconds:.3f}"
+        used = f"{plan.memory_bytes / 1e9:.1f}", f"{predicted.memory_bytes / 1e9:.1f}", f"{100 * memory[-1]:+.1f} %"
+        rows.append([plan.name, *shape, *times, f"{100 * error:+.1f} %" + " (?)" * bool(reason), *sums, *used])
+    columns = ["plan", "stages × replicas × TP", "micro-batches × size", "measured [s]", "predicted [s]", "error"]
+    columns += ["gradients: measured [s]", "predicted [s]", "memory: measured [GB]", "predicted [GB]", "error"]
+    print_markdown("Iterations that were measured by others, and predictions", columns, rows)
+    print(statistics(errors, "All"))
     if misprints:
-        console.print(statistics(plausible, "Without those marked (?)"))
+        print(statistics(plausible, "Without those marked (?)"))
     for model, of_model in by_model.items():
-        console.print(statistics(of_model, model))
-    console.print(statistics(repeated, "More than one micro-batch per iteration"))
-    console.print(
+        print(statistics(of_model, model))
+    print(statistics(repeated, "More than one micro-batch per iteration"))
+    print(
         f"Gradient reduction: measured over predicted time {min(reductions):.1f} to {max(reductions):.1f}, median "
         f"{median(reductions):.1f}. Memory: error {100 * min(memory):+.1f} to {100 * max(memory):+.1f} %, "
         f"{sum(abs(each) <= 0.1 for each in memory)} of {len(memory)} within 10 %."
     )
-    console.print(f"Aim: at most {TARGET_PERCENT} % (median). Sailor's own simulator: {SAILOR_PERCENT}.")
+    print(f"Aim: at most {TARGET_PERCENT} % (median). Sailor's own simulator: {SAILOR_PERCENT}.")
     for note in (*misprints, *published.notes):
-        console.print(note, soft_wrap=True)
+        print(note)
 
 
 if __name__ == "__main__":

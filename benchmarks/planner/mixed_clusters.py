@@ -10,8 +10,7 @@ compares the model with iterations that were run. A plan may use the nominal mem
 `benchmarks.papers.poplar` is about dividing batches instead of layers.
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
-Zurich), in single precision with TF32 matrix products. The times of GPT-Neo-2.7 on GH200 are estimated; see
-`estimated_times.py`.
+Zurich), in single precision with TF32 matrix products. Those of GPT-Neo-2.7 on GH200 are estimated.
 """
 
 from __future__ import annotations
@@ -24,11 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from benchmarks.common import print_markdown
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, read_published
 from benchmarks.planner.sailor_tables import GpuChannels, make_topology, profile_part
 from benchmarks.plans import price_ranks, simple_plan
@@ -39,6 +35,7 @@ from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_pro
 NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
 """Number of nodes, and GPUs per node; other kinds have two nodes of four. Sailor had one node of each RTX and Titan."""
 CLUSTERS = (("A100-40", "V100-16"), ("GH-96", "A100-80"), ("RTX-3090", "RTX-2080", "Titan-RTX"))
+GLOBAL_BATCH = 256
 SHIPPED = (("A100-40", "V100-16"), (1, 2, 4), 8)
 """Devices, tensor-parallel degrees and largest micro-batch of the OPT-350 profile in ``examples/plans``."""
 
@@ -49,15 +46,15 @@ def topology_of(channels: dict[str, GpuChannels], kinds: Kinds) -> Topology:
     return make_topology(channels, [(kind, *NODES.get(kind, (2, 4))) for kind in kinds])
 
 
-def planned_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+def planned_for(topology: Topology, profile: ModelProfile) -> Plan | str:
     """The planner's best plan, or the reason why there is none."""
     try:
-        return simple_plan(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES)
+        return simple_plan(topology, profile, global_batch=GLOBAL_BATCH, micro_batches=MICRO_BATCHES)
     except ValueError as error:
         return str(error)
 
 
-def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+def uniform_for(topology: Topology, profile: ModelProfile) -> Plan | str:
     """The best plan without a planner, which uses all devices and makes all pipelines and all stages equal.
 
     All degrees and micro-batch sizes are tried, with ranks as launched: pipeline by pipeline, and stage by stage.
@@ -76,7 +73,7 @@ def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) ->
             for ranks in (by_pipeline, by_stage):
                 try:
                     plan = price_ranks(
-                        topology, profile, ranks.tolist(), micro_batch=micro_batch, global_batch=global_batch
+                        topology, profile, ranks.tolist(), micro_batch=micro_batch, global_batch=GLOBAL_BATCH
                     )
                 except ValueError as error:  # not timed, not divisible, or too large
                     reason = str(error)
@@ -114,9 +111,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
     parser.add_argument(
-        "--global-batch", type=int, default=256, help="sequences per iteration (default: 256, half a million tokens)"
-    )
-    parser.add_argument(
         "--save", type=Path, help="write the profile that examples/plans has to this file, and do nothing else"
     )
     arguments = parser.parse_args()
@@ -124,12 +118,7 @@ def main() -> None:
     if arguments.save:
         save_profile(profile_part(profiles[0], *SHIPPED), arguments.save)
         return
-    table = Table(box=MARKDOWN)
-    for column in ("cluster", "model", "planned [s]", "uniform [s]", "alone [s]", "uniform / planned"):
-        # In a plain string rich would read the brackets as markup.
-        table.add_column(Text(column))
-    for column in ("best alone / planned", "devices used", "plan", "planning took [s]"):
-        table.add_column(Text(column))
+    rows = []
     notes, slower = [], []
     for kinds in CLUSTERS:
         for profile in profiles:
@@ -138,12 +127,10 @@ def main() -> None:
             where = f"{' + '.join(kinds)}, {profile.name}"
             start = time.perf_counter()
             topology = topology_of(channels, kinds)
-            planned = planned_for(topology, profile, arguments.global_batch)
+            planned = planned_for(topology, profile)
             took = time.perf_counter() - start
-            uniform = uniform_for(topology, profile, arguments.global_batch)
-            alone = {
-                kind: planned_for(topology_of(channels, [kind]), profile, arguments.global_batch) for kind in kinds
-            }
+            uniform = uniform_for(topology, profile)
+            alone = {kind: planned_for(topology_of(channels, [kind]), profile) for kind in kinds}
             found = {"planned": planned, "uniform": uniform, **{f"{kind} alone": plan for kind, plan in alone.items()}}
             notes += [f"{where}, {name}: {plan}" for name, plan in found.items() if isinstance(plan, str)]
             others = {name: plan for name, plan in found.items() if isinstance(plan, Plan) and name != "planned"}
@@ -160,7 +147,7 @@ def main() -> None:
                 key=lambda plan: plan.iteration_seconds,
                 default="",
             )
-            table.add_row(
+            row = (
                 " + ".join("{} × {} {}".format(*NODES.get(kind, (2, 4)), kind) for kind in kinds),
                 profile.name,
                 seconds(planned),
@@ -172,16 +159,15 @@ def main() -> None:
                 shape(planned),
                 f"{took:.1f}",
             )
-    console = Console(width=300, highlight=False)
-    console.print(f"Predicted seconds per iteration, {arguments.global_batch:,} sequences of 2,048 tokens\n")
-    console.print(table)
+            rows.append(row)
+    columns = ["cluster", "model", "planned [s]", "uniform [s]", "alone [s]", "uniform / planned"]
+    columns += ["best alone / planned", "devices used", "plan", "planning took [s]"]
+    print_markdown(f"Predicted seconds per iteration, {GLOBAL_BATCH:,} sequences of 2,048 tokens", columns, rows)
     for note in notes:
-        console.print(note, soft_wrap=True)
+        print(note)
     for each in slower:
-        console.print(f"SLOWER: {each}", soft_wrap=True)
-    console.print(
-        "Planned is never slower than the others." if not slower else f"Planned is slower in {len(slower)} cases."
-    )
+        print(f"SLOWER: {each}")
+    print("Planned is never slower than the others." if not slower else f"Planned is slower in {len(slower)} cases.")
     sys.exit(bool(slower))
 
 

@@ -1,4 +1,4 @@
-"""AutoHet's groups against all others, and a trace by hand."""
+"""AutoHet's groups against all others."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.elastic.replay import Change, Costs, FitPlan, FittedPlan, Holdings, Job, elastic, restarted
 from benchmarks.planner.autohet_groups import MemberKind, find_grouping
-from colossal_hetero.elastic.held_layers import HeldLayers
 from tests.support.random_examples import examples
 
 
@@ -81,45 +79,3 @@ def test_the_example_of_the_paper_and_large_clusters() -> None:
     kinds = [MemberKind(312.0, 80.0, 352), MemberKind(990.0, 80.0, 352), MemberKind(148.0, 96.0, 320)]
     found = find_grouping(kinds, 1000.0, 64, groups=32)
     assert found is not None and set(found.groups) == {(11, 11, 10)}
-
-
-SECONDS = {2: 20.0, 3: 15.0, 4: 10.0}  # iteration time by the number of devices; one device cannot hold the model
-COSTS = Costs(load=10.0, save_every=2)
-"""A recovery takes 4.5 s, a join 2.5 s, each with 0.5 s of moving; a restart takes 48 s."""
-
-
-def plans(*, pipeline: bool = False) -> FitPlan:
-    """Plans that use all devices; each device holds all layers, or its own ones in a pipeline."""
-
-    def fit(devices: frozenset[int], held: Holdings) -> FittedPlan | None:
-        if len(devices) not in SECONDS:
-            return None
-        ranges = [(place, place + 1) if pipeline else (0, 4) for place in range(len(devices))]
-        holdings = {device: HeldLayers((each,)) for device, each in zip(sorted(devices), ranges, strict=True)}
-        return FittedPlan(SECONDS[len(devices)], holdings, move_seconds=0.5)
-
-    return fit
-
-
-def trace(*counts: tuple[float, int]) -> list[Change]:
-    return [Change(seconds, frozenset(range(number))) for seconds, number in counts]
-
-
-def totals(job: Job) -> tuple[int, int, int, float, float]:
-    return job.done, job.repeated, job.recoveries, job.paused, job.waited
-
-
-def test_jobs_computed_by_hand() -> None:
-    loss, join = trace((0, 4), (25, 2)), trace((0, 2), (30, 4))
-    # Two iterations, 5 s of the third one, 5 s of recovery, three iterations of 20 s, 10 s of another one.
-    assert totals(elastic(loss, 100.0, plans(), COSTS)) == (5, 1, 1, 5.0, 0.0)
-    # The last holder of layers is gone, and the second iteration has just been saved.
-    assert totals(elastic(loss, 100.0, plans(pipeline=True), COSTS)) == (5, 1, 1, 14.5, 0.0)
-    # The processes have started at 68 s, the fourth iteration ends at 80 s, the pause takes 3 s.
-    assert totals(elastic(join, 120.0, plans(), COSTS)) == (7, 0, 1, 3.0, 0.0)
-    # One device has to wait from 25 s on; the process of the second one has started at 88 s.
-    assert totals(elastic(trace((0, 4), (25, 1), (50, 2)), 131.0, plans(), COSTS)) == (4, 1, 1, 3.0, 63.0)
-    # From 73 s on one iteration is finished. The last checkpoint is of iteration 2, or there is none yet.
-    assert totals(restarted(loss, 100.0, plans(), COSTS)) == (3, 1, 1, 48.0, 0.0)
-    assert totals(restarted(loss, 100.0, plans(), Costs(load=10.0, save_every=3))) == (1, 3, 1, 48.0, 0.0)
-    assert restarted(loss, 100.0, plans(), Costs(load=10.0, save=6.0, save_every=2)).done == 1
