@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: starting ranks, a model to train, timing in alternating blocks, and tables.
+"""Common parts of the benchmarks: options, starting ranks, a model to train, timing in alternating blocks, and tables.
 
 Every benchmark is one command, ``python -m benchmarks.FOLDER.NAME``. It starts its own ranks with one thread each.
 Variants are timed in alternating blocks in the same processes, so that other work on the machine slows all of them
@@ -7,14 +7,16 @@ equally.
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
@@ -35,10 +37,32 @@ from colossalai.booster.plugin import HybridParallelPlugin
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
+from colossal_hetero.testing.stragglers import Stragglers, cpu_quota, inject_stragglers
 
+Key = TypeVar("Key")
 BATCH = 32
 MODEL = {"embed_dim": 512, "depth": 2, "num_heads": 8, "patch_size": 4, "img_size": 32, "num_classes": 10}
+
+
+def read_options(doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """The options of a command: ``--NAME`` for each keyword, of the type of its default.
+
+    A tuple takes one or several values, of texts only those that it has; a type has no default.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default)
+        elif isinstance(default, tuple):
+            kind, shown = type(default[0]), " ".join(map(str, default))
+            choices = default if kind is str else None
+            parser.add_argument(flag, type=kind, nargs="+", default=default, choices=choices, help=f"[{shown}]")
+        else:
+            parser.add_argument(flag, type=type(default), default=default, help="[%(default)s]")
+    return parser.parse_args()
 
 
 def start_ranks(count: int) -> None:
@@ -59,6 +83,28 @@ def start_ranks(count: int) -> None:
     colossalai.launch_from_torch(seed=1, verbose=False)
 
 
+def quota_on(rank: int, share: float, period_us: int = 100_000) -> AbstractContextManager[None]:
+    """In the block, this rank runs under a CPU quota of so much of a core, unless the quota is 1 or of another rank.
+
+    Needs Linux, and write access to cgroups (version 1 or 2). The program does not know the quota.
+    """
+    return cpu_quota(share, period_us) if dist.get_rank() == rank and share < 1 else nullcontext()
+
+
+def slowest(seconds: float) -> float:
+    """The longest time of all ranks."""
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.item()
+
+
+def make_vit(hidden: int, depth: int, patch: int = 4) -> VisionTransformer:
+    """A small ViT for images of 32 × 32 pixels, with the same weights on every call."""
+    torch.manual_seed(1)
+    sizes = dict(img_size=32, patch_size=patch, embed_dim=hidden, depth=depth, num_heads=4, num_classes=10)
+    return VisionTransformer(**sizes, class_token=False, global_pool="avg")
+
+
 def describe_machine() -> str:
     """The processor, its cores, and the versions of the software, in one line."""
     processor = platform.processor() or platform.machine()
@@ -74,8 +120,22 @@ def describe_machine() -> str:
     )
 
 
+class Timed:
+    """What takes turns: its times are collected in ``seconds``."""
+
+    seconds: list[float]
+
+    def iterate(self) -> float:
+        """Train one iteration. Returns its seconds."""
+        raise NotImplementedError
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.seconds)
+
+
 @dataclass
-class Variant:
+class Variant(Timed):
     """One of several models in training that take turns."""
 
     name: str
@@ -114,7 +174,6 @@ class Variant:
         return F.cross_entropy(self.model(self.images), self.labels)
 
     def iterate(self) -> float:
-        """Train one iteration. Returns its seconds."""
         start = time.perf_counter()
         if self.micro_batches == 1:
             self.booster.backward(self.loss(), self.optimizer)
@@ -127,14 +186,8 @@ class Variant:
         self.optimizer.zero_grad()
         return time.perf_counter() - start
 
-    @property
-    def median_seconds(self) -> float:
-        return median(self.seconds)
 
-
-def take_turns(
-    variants: Sequence[Variant], warmup: int, rounds: int, block: int, before: Callable[[int], None] = lambda _: None
-) -> None:
+def take_turns(variants: Sequence[Timed], warmup: int, rounds: int, block: int) -> None:
     """Train ``warmup`` iterations of each variant; then time ``rounds`` blocks of ``block`` iterations of each in turn.
 
     Before each block, one more iteration fills the caches and is not timed.
@@ -142,12 +195,32 @@ def take_turns(
     for variant in variants:
         for _ in range(warmup):
             variant.iterate()
-    for number in range(rounds):
-        before(number)
+    for _ in range(rounds):
         for variant in variants:
             dist.barrier()
             variant.iterate()
             variant.seconds.extend(variant.iterate() for _ in range(block))
+
+
+def medians_in_turns(functions: Mapping[Key, Callable[[], float]], rounds: int, warmup: int = 0) -> dict[Key, float]:
+    """Median of what each function returns, a time, in so many rounds after ``warmup`` more."""
+    found: dict[Key, list[float]] = {name: [] for name in functions}
+    for number in range(warmup + rounds):
+        for name, function in functions.items():
+            seconds = function()
+            if number >= warmup:
+                found[name].append(seconds)
+    return {name: median(each) for name, each in found.items()}
+
+
+def steady_seconds(iterate: Callable[[], object], iterations: int) -> float:
+    """Of one of so many iterations on the slowest rank, after one that is not timed."""
+    dist.barrier()
+    iterate()
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        iterate()
+    return slowest((time.perf_counter() - begin) / iterations)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Sequence[str] = ()) -> None:

@@ -3,13 +3,22 @@ computes ``e`` shards in turn by the layers' code, as ``e`` processes would up t
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from rich.progress import Progress
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from colossal_hetero.common.files import write_json
 from colossal_hetero.layers.linear import HeteroLinear
+from examples.common.images import load_data
+from examples.vit.options import parse_options
 
 
 class InProcessShard(HeteroLinear):
@@ -88,3 +97,85 @@ def shard_in_process(model: VisionTransformer, ranks: int) -> list[dict[str, InP
             for rank, shard in enumerate(layer.shards):
                 shards[rank][f"blocks.{number}.{name}"] = shard
     return shards
+
+
+BATCH, LEARNING_RATE, WEIGHT_DECAY = 64, 1e-3, 0.05
+
+
+def accuracies(
+    model: VisionTransformer,
+    data: tuple[Any, Any],
+    seed: int,
+    epochs: int,
+    *,
+    most_images: int | None = None,
+    begin_epoch: Callable[[int], None] = lambda epoch: None,
+    end_iteration: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Train from scratch with AdamW in one cycle; the accuracy on held-out images after each epoch, in percent.
+
+    Args:
+        model: for images of 32 × 32 pixels.
+        data: as :func:`read_images` returns it.
+        seed: of the order of the images.
+        epochs: number of epochs.
+        most_images: of an epoch; None: all.
+        begin_epoch: called before each epoch with its number.
+        end_iteration: called after each iteration.
+    """
+    images, held_out = data
+    iterations = min(len(images), most_images or len(images)) // BATCH
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=iterations * epochs, pct_start=0.1
+    )
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for epoch in range(epochs):
+        images.set_epoch(epoch)
+        model.train()
+        begin_epoch(epoch)
+        for batch in torch.randperm(len(images), generator=generator)[: iterations * BATCH].view(iterations, BATCH):
+            x, y = images.__getitems__(batch)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            end_iteration()
+        model.eval()
+        with torch.no_grad():
+            parts = (held_out.__getitems__(part) for part in torch.arange(len(held_out)).split(500))
+            right = sum(int((model(x).argmax(-1) == y).sum()) for x, y in parts)
+        found.append(100.0 * right / len(held_out))
+    return found
+
+
+def read_images(data_dir: str, seed: int) -> tuple[Any, Any]:
+    """Images to train on and held out, from train/CLASS/* and test/CLASS/*, as the ViT example reads them."""
+    options = parse_options(["--data", "folder", "--data-dir", data_dir, "--seed", str(seed)])
+    return load_data(options, track=lambda items, _: iter(items))
+
+
+def train_all(
+    runs: Mapping[str, Any], train: Callable[[Any, str], list[float]], data_dir: str, path: Path, jobs: int | None
+) -> dict[str, list[float]]:
+    """What ``train`` returns for each run and the folder of images, by the run's key, in so many processes.
+
+    Finished runs are kept in the file ``path`` and not repeated.
+    """
+    kept: dict[str, list[float]] = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    left = {key: run for key, run in runs.items() if key not in kept}
+    with Progress() as progress, ProcessPoolExecutor(jobs) as pool:
+        task = progress.add_task("training", total=len(left))
+        futures = {pool.submit(_alone, train, run, data_dir): key for key, run in left.items()}
+        for future in as_completed(futures):
+            kept[futures[future]] = future.result()
+            write_json(kept, path)
+            progress.advance(task)
+    return {key: kept[key] for key in runs}
+
+
+def _alone(train: Callable[[Any, str], list[float]], run: Any, data_dir: str) -> list[float]:
+    torch.set_num_threads(1)
+    return train(run, data_dir)

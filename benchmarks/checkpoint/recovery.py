@@ -23,7 +23,6 @@ Source: AutoHet (Wang et al. 2025), section V, Figure 10: 4.38, 1.49 and 3.59 ti
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import tempfile
 import time
@@ -38,7 +37,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 import tests.support.checkpoint_runs as runs
-from benchmarks.common import describe_machine, print_table
+from benchmarks.common import print_table, read_options
 from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint import exchange
 from colossal_hetero.checkpoint.places import Place
@@ -166,12 +165,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cloud", type=float, default=40.0, help="MB/s of the shared folder (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=480, help="hidden size (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each way (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="file for the seconds")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, cloud=40.0, width=480, rounds=3, out=Path)
     width, cloud = arguments.width, arguments.cloud * 1e6
     rows, seconds = [], {}
     with tempfile.TemporaryDirectory(prefix="recovery") as folder:
@@ -190,7 +184,6 @@ def main() -> None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in expected.tensors.values())
     if arguments.out is not None:
         write_json(seconds, arguments.out)
-    print(describe_machine())
     print_table(
         f"{total / 1e6:.0f} MB, shared folder {arguments.cloud:g} MB/s; aims: at least AutoHet's factor, ≤ 1.1 × bound",
         ["scenario", *(f"{way.value} [s]" for way in Way), "× as fast", "AutoHet", "bound [s]", "× bound"],

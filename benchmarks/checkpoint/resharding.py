@@ -1,6 +1,6 @@
 """Save under one plan and load under another: 36 pairs, compared bit for bit, with the bytes that ranks read.
 
-    python -m benchmarks.checkpoint.resharding [--pairs 0,7,29]
+    python -m benchmarks.checkpoint.resharding [--pairs 0 7 29]
 
 For every pair, a run with the first plan trains two steps and saves. A run with the second plan, in other processes and
 often with another number of them, trains one step, so that it has other values, and resumes. Then the tensors of all
@@ -16,14 +16,13 @@ Aim: every tensor equal, and at most 1.05 of the need read.
 from __future__ import annotations
 
 import itertools
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
-
 import tests.support.checkpoint_runs as runs
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from colossal_hetero.checkpoint.layer_checkpoint import Start
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, unequal_plan
@@ -174,11 +173,8 @@ def reshard(pair: Pair, width: dict[str, Any]) -> Outcome:
     return Outcome(len(expected.tensors), len(different), read, busiest, difference)
 
 
-@click.command()
-@click.option("--pairs", default="", help="Numbers of the pairs to try, such as 0,7,29; default: all.")
-def main(pairs: str) -> None:
-    """Save under one plan and load under another."""
-    numbers = [int(number) for number in pairs.split(",")] if pairs else range(len(PAIRS))
+def main() -> None:
+    numbers = read_options(__doc__, pairs=tuple(range(len(PAIRS)))).pairs
     rows, missed = [], 0
     for number in numbers:
         pair = PAIRS[number]
@@ -196,13 +192,13 @@ def main(pairs: str) -> None:
                 f"{outcome.loss_difference:.1e}",
             )
         )
-        click.echo(f"pair {number}: {outcome}", err=True)
+        print(f"pair {number}: {outcome}", file=sys.stderr)
     print_table(
         "Loading under another plan",
         ("pair", "model", "saved", "loaded", "equal tensors", "read / needed", "busiest", "loss difference"),
         rows,
     )
-    click.echo(f"{len(rows) - missed} of {len(rows)} pairs reach the aim")
+    print(f"{len(rows) - missed} of {len(rows)} pairs reach the aim")
 
 
 if __name__ == "__main__":

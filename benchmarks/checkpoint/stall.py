@@ -1,6 +1,6 @@
 """How long an asynchronous save stops training, against the bare copy to host memory.
 
-python -m benchmarks.checkpoint.stall [--megabytes 512] [--rounds 9] [--iterations 20] [--folder FOLDER]
+python -m benchmarks.checkpoint.stall [--megabytes 512] [--rounds 9] [--folder FOLDER]
 
 Aim: at most the copy and 5 %. The control copies the same tensors into memory that is there already, tensor by tensor.
 "in save" is the time until :meth:`save` returns. "whole stall" also has what training loses while the thread writes:
@@ -11,7 +11,6 @@ An iteration is matrix products on one thread; the thread that writes has anothe
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -24,13 +23,15 @@ from statistics import median
 
 import torch
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from colossal_hetero.checkpoint.participants import gather_participants
 from colossal_hetero.checkpoint.pieces import TensorPiece, whole
 from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
 
 ROWS = 1024
 LAYERS = 8
+ITERATIONS = 20
+"""For one undisturbed measurement."""
 
 
 def make_pieces(megabytes: int) -> list[TensorPiece]:
@@ -109,12 +110,7 @@ def plain_writer(folder: str, pieces: list[TensorPiece]) -> Iterator[tuple[Event
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--iterations", type=int, default=20, help="iterations for one undisturbed measurement")
-    parser.add_argument("--folder", type=Path, help="on the disk to save to; default: the folder for temporary files")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, megabytes=512, rounds=9, folder=Path)
     torch.set_num_threads(1)
     pieces, training = make_pieces(arguments.megabytes), Training()
     memory = [torch.zeros_like(piece.data) for piece in pieces]
@@ -123,7 +119,7 @@ def main() -> None:
         saver = LayerCheckpointSaver(gather_participants(pieces), local=Path(folder) / "saved", keep=1)
         for number in range(arguments.rounds + 2):
             copy = seconds_of_copy(pieces, memory)
-            iteration = training.seconds_of_iteration(arguments.iterations)
+            iteration = training.seconds_of_iteration(ITERATIONS)
             start = time.perf_counter()
             saver.save(number, pieces, ready=(True, True))
             saved = time.perf_counter() - start

@@ -9,7 +9,6 @@ before, bitwise, and the next save works and removes what was left. Half of the 
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 from collections import Counter
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from tests.support.torn_saves import check_killed, operations_of_a_save, seconds_of_a_save
 
 
@@ -46,11 +45,7 @@ def row(name: str, found: Counter[str]) -> tuple[object, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=int, default=200, help="kills at random times")
-    parser.add_argument("--skip-operations", action="store_true", help="only kill at random times")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, points=200, skip_operations=False)
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -69,7 +64,7 @@ def main() -> None:
         for root in roots:
             root.mkdir(parents=True)
         save_seconds = median(seconds_of_a_save(root) for root in roots)
-        generator = random.Random(arguments.seed)
+        generator = random.Random(0)
         found = count(
             folder / "times",
             (generator.uniform(0, save_seconds) for _ in range(20 * arguments.points)),

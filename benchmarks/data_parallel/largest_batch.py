@@ -8,7 +8,6 @@ there, as the names of a loop keep them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from colossal_hetero.profiling.aborted_step import abort_step
 from colossal_hetero.profiling.device_profiler import profile_device
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
@@ -53,7 +52,7 @@ class Case:
 
     make: Callable[[], nn.Module]
     sample: dict[str, torch.Tensor] | tuple[torch.Tensor, torch.Tensor]
-    rooms: tuple[float, ...]
+    room: int
     """Free memory before the first pass, in MB."""
 
 
@@ -71,67 +70,31 @@ def words(length: int) -> dict[str, torch.Tensor]:
 
 IMAGE = (torch.zeros(3, 32, 32), torch.tensor(0))
 SMALL = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128)
+GPT2 = dict(n_layer=2, n_embd=64, n_head=2, vocab_size=50_257)
+T5 = dict(d_model=64, d_kv=32, d_ff=128, num_layers=2, num_heads=2, vocab_size=32_128, decoder_start_token_id=0)
+VIT = dict(embed_dim=192, depth=4, num_heads=3, patch_size=4, img_size=32, num_classes=10, global_pool="avg")
+
+
+def convolutions() -> nn.Module:
+    layers = [(nn.Conv2d(inputs, 16, 3, padding=1), nn.BatchNorm2d(16)) for inputs in (3, 16, 16, 16)]
+    head = nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)
+    return nn.Sequential(*(each for pair in layers for each in pair), *head)
+
+
 CASES = {
-    "GPT-2": Case(
-        partial(language_model, "GPT2", n_layer=2, n_embd=64, n_head=2, vocab_size=50_257), words(16), (300,)
-    ),
-    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), (300,)),
-    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), (300,)),
-    "T5": Case(
-        partial(
-            language_model,
-            "T5",
-            d_model=64,
-            d_kv=32,
-            d_ff=128,
-            num_layers=2,
-            num_heads=2,
-            vocab_size=32_128,
-            decoder_start_token_id=0,
-        ),
-        words(24),
-        (300,),
-    ),
-    "ViT": Case(
-        partial(
-            VisionTransformer,
-            embed_dim=192,
-            depth=4,
-            num_heads=3,
-            patch_size=4,
-            img_size=32,
-            num_classes=10,
-            global_pool="avg",
-        ),
-        IMAGE,
-        (60,),
-    ),
-    "convolutions": Case(
-        lambda: nn.Sequential(
-            *(
-                layer
-                for i in range(4)
-                for layer in (nn.Conv2d(3 if i == 0 else 16, 16, 3, padding=1), nn.BatchNorm2d(16))
-            ),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(16, 10),
-        ),
-        IMAGE,
-        (60,),
-    ),
+    "GPT-2": Case(partial(language_model, "GPT2", **GPT2), words(16), 300),
+    "Llama": Case(partial(language_model, "Llama", **SMALL, vocab_size=32_000), words(32), 300),
+    "BERT": Case(partial(language_model, "Bert", **SMALL, vocab_size=30_522), words(32), 300),
+    "T5": Case(partial(language_model, "T5", **T5), words(24), 300),
+    "ViT": Case(partial(VisionTransformer, **VIT), IMAGE, 60),
+    "convolutions": Case(convolutions, IMAGE, 60),
     "MLP": Case(
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10_000)),
         IMAGE,
-        (60,),
+        60,
     ),
 }
-EXACT = {
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_ARENA_MAX": "1",
-}
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 """With these settings, glibc returns freed memory to the system at once."""
 
 
@@ -216,74 +179,49 @@ def profile(trial: TrialRun) -> dict[str, Any]:
     return {"found": found, "trials": max(len(searched) - 1, 1), "seconds": seconds, "trains": trains}
 
 
-def alone(name: str, room: int, way: str) -> None:
-    """Print what ``way`` finds if this process, which must be a new one, may map ``room`` bytes more than now."""
+def alone(name: str, way: str) -> None:
+    """Print what ``way`` finds if this process, which must be a new one, may map so much more memory than now.
+
+    oneDNN keeps megabytes for each size, so it is off: the result depends little on sizes that ran before.
+    """
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    if way.endswith("exactly"):
-        torch.backends.mkldnn.set_flags(False)
+    torch.backends.mkldnn.set_flags(False)
     case = CASES[name]
     model = case.make().train()
     optimizer = OptimizerWrapper(torch.optim.AdamW(model.parameters()))
     loader = DataLoader(Repeated(case.sample))
     trial = TrialRun(model, optimizer, F.cross_entropy, default_training_step, loader)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
-    answer = every_size(trial) if way.startswith("every size") else profile(trial)
-    print(json.dumps(answer))
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + case.room * 1_000_000, hard))
+    print(json.dumps({"every size": every_size, "profile": profile}[way](trial)))
 
 
-def in_process(caches: str, name: str, room: str, way: str) -> Any:
-    """Call :func:`alone` in a new process. With caches ``off`` the result depends little on sizes that ran before."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(EXACT if caches == "off" else {})}
-    command = [sys.executable, "-m", __spec__.name, "--alone", name, room, f"{way} exactly" if caches == "off" else way]
+def in_process(name: str, way: str) -> Any:
+    """Call :func:`alone` in a new process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **RETURNED}
+    command = [sys.executable, "-m", __spec__.name, "--alone", name, way]
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rooms",
-        type=float,
-        nargs="+",
-        help="free memory before the first pass, in MB; by default each model has its own",
-    )
-    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--caches", choices=["off", "default"], default="off", help="caches of glibc and oneDNN")
-    parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.alone:
-        name, room, way = arguments.alone
-        return alone(name, int(room), way)
+    if sys.argv[1:2] == ["--alone"]:
+        return alone(*sys.argv[2:])
     rows = []
-    for name in arguments.models:
-        for room in arguments.rooms or CASES[name].rooms:
-            bytes_ = str(int(room * 1e6))
-            true = in_process(arguments.caches, name, bytes_, "every size")
-            found = in_process(arguments.caches, name, bytes_, "profile")
-            bound = f"{2 * math.log2(true) + 4:.1f}" if true else "1"
-            share = f"{found['found'] / true:.2f}" if true else "-"
-            cells = (found["found"], share, found["trials"], bound, found["seconds"], found["trains"])
-            rows.append((name, f"{room:g}", true, *cells))
+    for name in read_options(__doc__, models=tuple(CASES)).models:
+        true, found = in_process(name, "every size"), in_process(name, "profile")
+        cells = (found["found"], f"{found['found'] / true:.2f}", found["trials"], f"{2 * math.log2(true) + 4:.1f}")
+        rows.append((name, CASES[name].room, true, *cells, found["seconds"], found["trains"]))
+    columns = ("model", "free memory [MB]", "true", "found", "found / true", "trials", "bound", "profiling [s]")
     print_table(
-        f"The largest micro-batch in a limited address space, caches {arguments.caches}",
-        (
-            "model",
-            "free memory [MB]",
-            "true",
-            "found",
-            "found / true",
-            "trials",
-            "bound",
-            "profiling [s]",
-            "then trains",
-        ),
+        "The largest micro-batch in a limited address space",
+        (*columns, "then trains"),
         rows,
         [
             "Gradients, optimizer state, activations and what libraries map at their first use need this memory.",
             "The loop keeps its outputs. Aim: it trains with the size that was found, at least 0.9 of the true one.",
             "The bound of the number of trials is 2·log2(true) + 4.",
-            "caches off: glibc returns freed memory, and oneDNN, which keeps megabytes for each size, is not used.",
+            "glibc returns freed memory, and oneDNN, which keeps megabytes for each size, is not used.",
         ],
     )
 

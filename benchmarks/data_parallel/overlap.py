@@ -13,11 +13,11 @@ training loop at the same time) and communication alone (a reduce-scatter and an
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -28,10 +28,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
-from benchmarks.common import describe_machine, print_table
-from benchmarks.pipeline.namespace_ranks import run_in_namespaces
-from benchmarks.pipeline.namespaces import missing, nodes
+from benchmarks.common import medians_in_turns, print_table, read_options, slowest, steady_seconds
+from benchmarks.pipeline.namespaces import nodes, run_in_namespaces
 
 # isort: split
 from colossalai.booster import Booster
@@ -93,21 +91,9 @@ class Training:
     def seconds(self, iterations: int) -> float:
         """Of an iteration of the slowest rank, in steady state."""
         self.settle()
-        dist.barrier()
-        self.iterate()
-        begin = time.perf_counter()
-        for _ in range(iterations):
-            self.iterate()
-        seconds = time.perf_counter() - begin
+        seconds = steady_seconds(self.iterate, iterations)
         self.settle()
-        return slowest(seconds / iterations)
-
-
-def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
-    longest = torch.tensor(seconds)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return longest.item()
+        return seconds
 
 
 def train_alone(batch: int, dtype: torch.dtype) -> Training:
@@ -199,35 +185,21 @@ def run_rank(arguments: argparse.Namespace) -> list[Measured]:
         batch = max(1, round((arguments.ratio * communicating - fixed) / per_sample))
         trainings = {name: train(batch, options, arguments.profile) for name, options in WAYS.items()}
         trainings[ALONE] = train_alone(batch, dtype)
-        times: dict[str, list[float]] = {name: [] for name in trainings}
-        for _ in range(arguments.rounds):
-            for name, training in trainings.items():
-                times[name].append(training.seconds(arguments.iterations))
-        by_way = {name: median(found) for name, found in times.items()}
+        timed = {name: partial(each.seconds, arguments.iterations) for name, each in trainings.items()}
+        by_way = medians_in_turns(timed, arguments.rounds)
         communicating = median([communicating, communicating_seconds(dtype)])
         results.append(Measured(batch, by_way.pop(ALONE), communicating, by_way))
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--megabits", type=float, default=400, help="Mbit/s between the ranks (default: %(default)s)")
-    parser.add_argument(
-        "--ratio", type=float, default=1.25, help="time of computation by that of communication (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way of training (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=4, help="iterations in a turn (default: %(default)s)")
-    arguments = parser.parse_args()
-    reason = missing()
-    if reason:
-        sys.exit(f"cannot measure: {reason}")
+    arguments = read_options(__doc__, megabits=400.0, ratio=1.25, rounds=5, iterations=4)
     with (
         nodes([RANKS], arguments.megabits, arguments.megabits) as places,
         tempfile.TemporaryDirectory(prefix="overlap") as folder,
     ):
         arguments.profile = str(Path(folder, "profile.json"))
         results = run_in_namespaces(places, run_rank, arguments)[0]
-    print(describe_machine())
     rows = []
     for plugin, measured in zip(PLUGINS, results, strict=True):
         bound = max(measured.computing, measured.communicating)

@@ -2,17 +2,15 @@
 
 sudo python -m benchmarks.data_parallel.uneven_batches [--quotas 0.5 0.25] [--stages 1 3] [--rounds 8]
 
-Needs Linux, and write access to cgroups (version 1 or 2). The program does not know the quota, which slows all work of
-rank 1, also measuring. The bound is the sum of both ranks' throughput when each trains alone at the same time, without
-communication, in the micro-batches of the plugin's division. Aim: at least 0.95 of this sum. Windows of the variants
-take turns in the same processes, after an epoch of warm-up. The model computes much per byte of gradients (a ViT with
-patch 4 uses each weight for 64 tokens), so that the result shows the division and not the network. With a smaller
---batch, the time of synchronization and optimizer steps has a larger effect.
+The program does not know the quota, which slows all work of rank 1, also measuring. The bound is the sum of both ranks'
+throughput when each trains alone at the same time, without communication, in the micro-batches of the plugin's
+division. Aim: at least 0.95 of this sum. Windows of the variants take turns in the same processes, after an epoch of
+warm-up. The model computes much per byte of gradients (a ViT with patch 4 uses each weight for 64 tokens), so that the
+result shows the division and not the network.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,19 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.common import print_table, start_ranks
-from benchmarks.tensor_parallel.uneven import Turns, digits, make_model, make_optimizer
+from benchmarks.common import make_vit, print_table, quota_on, read_options, start_ranks
+from benchmarks.data_parallel.turns import Turns, digits, make_optimizer
 from colossal_hetero import BatchConfig, HeteroZeroPlugin
-from colossal_hetero.testing.stragglers import cpu_quota
 
 METHODS = ("exact", "uniform")
+HIDDEN, DEPTH, PATCH, SAMPLES = 256, 4, 4, 256
+BLOCK = 2
+"""Iterations of a window."""
 
 
 class Alone:
     """A model that this rank trains alone, without a plugin, in micro-batches of given sizes."""
 
-    def __init__(self, shape: tuple[int, int, int], images: Tensor, labels: Tensor, sizes: Sequence[int]) -> None:
-        self._model = make_model(*shape)
+    def __init__(self, images: Tensor, labels: Tensor, sizes: Sequence[int]) -> None:
+        self._model = make_vit(HIDDEN, DEPTH, PATCH)
         self._optimizer = make_optimizer(self._model)
         self._samples = sum(sizes)
         cut = (part[: self._samples].split(list(sizes)) for part in (images, labels))
@@ -57,20 +57,18 @@ class Alone:
         return iterations * self._samples / (time.perf_counter() - start)
 
 
-def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Path) -> list[tuple]:
+def measure(quota: float, stage: int, rounds: int, folder: Path) -> list[tuple]:
     """Rows of the table for one quota and one stage. The quota must already apply."""
-    shape = (arguments.hidden, arguments.depth, arguments.patch)
-    batch, data = arguments.batch, digits()
+    data = digits()
     variants = [
         Turns(
             method,
             HeteroZeroPlugin(
                 stage,
-                batches=BatchConfig(global_batch_size=batch, method=method, profile=folder / f"{quota}-{stage}.json"),
+                batches=BatchConfig(global_batch_size=SAMPLES, method=method, profile=folder / f"{quota}-{stage}.json"),
             ),
-            make_model(*shape),
+            make_vit(HIDDEN, DEPTH, PATCH),
             data,
-            None,
         )
         for method in METHODS
     ]
@@ -79,17 +77,17 @@ def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Pat
         for _ in range(variant.epoch_iterations if variant.name == "exact" else 2):
             variant.iterate()
     # Each rank uses the micro-batches that our plugin chose. Larger ones can take longer per sample.
-    alone = Alone(shape, *data.tensors, variants[0].plugin.allocation.shares[dist.get_rank()].sizes)
+    alone = Alone(*data.tensors, variants[0].plugin.allocation.shares[dist.get_rank()].sizes)
     alone.samples_per_second(2)
     speeds: dict[str, list[float]] = {name: [] for name in (*METHODS, "rank 0 alone", "rank 1 alone")}
-    for _ in range(arguments.rounds):
+    for _ in range(rounds):
         for variant in variants:
             dist.barrier()
             start = time.perf_counter()
-            for _ in range(arguments.block):
+            for _ in range(BLOCK):
                 variant.iterate()
-            speeds[variant.name].append(arguments.block * batch / (time.perf_counter() - start))
-        own_speed = alone.samples_per_second(arguments.block)
+            speeds[variant.name].append(BLOCK * SAMPLES / (time.perf_counter() - start))
+        own_speed = alone.samples_per_second(BLOCK)
         everyone: list[float] = [0.0] * dist.get_world_size()
         dist.all_gather_object(everyone, own_speed)
         for rank, speed in enumerate(everyone):
@@ -105,35 +103,21 @@ def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quotas", type=float, nargs="+", default=[0.5, 0.25], help="share of a core that rank 1 gets")
-    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1, 3], help="stages of ZeRO")
-    parser.add_argument("--rounds", type=int, default=8, help="windows of each variant")
-    parser.add_argument("--block", type=int, default=2, help="iterations per window")
-    parser.add_argument("--batch", type=int, default=256, help="samples per iteration, over both ranks")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--patch", type=int, default=4)
-    parser.add_argument("--period-us", type=int, default=100_000, help="period of the quota")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, quotas=(0.5, 0.25), stages=(1, 3), rounds=8)
     start_ranks(2)
     rows = []
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext() as name:
         place = [name]
         dist.broadcast_object_list(place)
         for quota in arguments.quotas:
-            throttled = dist.get_rank() == 1 and quota < 1
-            with cpu_quota(quota, arguments.period_us) if throttled else nullcontext():
+            with quota_on(1, quota):
                 for stage in arguments.stages:
-                    rows += measure(quota, stage, arguments, Path(place[0]))
+                    rows += measure(quota, stage, arguments.rounds, Path(place[0]))
         dist.barrier()
-    parameters = sum(
-        value.numel() for value in make_model(arguments.hidden, arguments.depth, arguments.patch).parameters()
-    )
     columns = ("quota", "stage", "variant", "samples/s", "of the sum", "least", "most", "samples by rank")
     title = (
-        f"Rank 1 of 2 under a CPU quota: ViT, {arguments.hidden} wide, {arguments.depth} deep, patch {arguments.patch} "
-        f"({parameters / 1e6:.1f} M parameters), digits, {arguments.batch} samples per iteration, AdamW, fp32"
+        f"Rank 1 of 2 under a CPU quota: ViT, {HIDDEN} wide, {DEPTH} deep, patch {PATCH}, digits, {SAMPLES} samples "
+        "per iteration, AdamW, fp32"
     )
     notes = [
         "`exact` is our plugin. `uniform` is our plugin with equal batches, as Colossal-AI divides. Values are medians "

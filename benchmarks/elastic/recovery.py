@@ -11,7 +11,6 @@ the last call and 1.5 s; at least four times as fast as torchrun; a warned leave
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import subprocess
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from benchmarks.common import describe_machine, print_table
+from benchmarks.common import print_table, read_options
 from tests.support.elastic_jobs import NODES, Job
 
 STEPS, AT = 8, 3
@@ -65,13 +64,10 @@ def torchrun_seconds() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="kills of each way (default: %(default)s)")
-    rounds = range(parser.parse_args().rounds)
+    rounds = range(read_options(__doc__, rounds=3).rounds)
     killed = [elastic_seconds(warned=False) for _ in rounds]
     warned = [elastic_seconds(warned=True) for _ in rounds]
     restarted = [torchrun_seconds() for _ in rounds]
-    print(describe_machine())
     print_table(
         f"From a kill to the next step; aims: ≤ {WAITS + 1.5:g} s, torchrun ≥ 4 × elastic, warned ≤ 1.5 s",
         ["elastic, killed [s]", "elastic, warned [s]", "torchrun [s]", "torchrun / elastic"],

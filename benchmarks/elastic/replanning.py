@@ -3,15 +3,11 @@
 Devices that are left seldom fill their nodes. In the rows "whole", all devices of some nodes are there; in the rows
 "partly", each is a random choice of the devices of a cluster that is larger by a third. Plans are those that elastic
 training makes: they use every device that is there. "held twice" are those for ``min_replicas=2``.
-
-With ``--save`` the predicted times of all plans go into a file, with ``--compare`` those of a file are compared.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from benchmarks.planner.autohet_clusters import cluster as gpt_cluster
 from benchmarks.planner.autohet_clusters import gpt
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
@@ -81,7 +77,7 @@ def subset(topology: Topology, size: int, fill: str, random: np.random.Generator
     return frozenset(random.choice(chosen, size, replace=False).tolist())
 
 
-def cases(count: int, sizes: list[int]) -> Iterator[Case]:
+def cases(count: int, sizes: tuple[int, ...]) -> Iterator[Case]:
     """``count`` random ones for each number of devices and fill, with each number of replicas that is asked for."""
     for name, (topology, profile) in clusters().items():
         for size in sizes:
@@ -94,14 +90,8 @@ def cases(count: int, sizes: list[int]) -> Iterator[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=10, help="random choices of devices per row (default: 10)")
-    parser.add_argument("--devices", type=int, nargs="+", default=list(SIZES), help="numbers of devices")
-    parser.add_argument("--save", type=Path, help="file for the predicted times")
-    parser.add_argument("--compare", type=Path, help="file of --save with the same cases")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, cases=10, devices=SIZES)
     seconds: dict[tuple[str, int, str, int], list[tuple[float, float]]] = {}
-    predicted = []
     for case in cases(arguments.cases, arguments.devices):
         planning = PlanConfig(
             cluster=case.topology,
@@ -113,11 +103,10 @@ def main() -> None:
             zero_stages=(0,),
         )
         start, start_cpu = time.perf_counter(), time.process_time()
-        plan = best_plan(planning, case.topology, case.profile)
+        best_plan(planning, case.topology, case.profile)
         key = case.name, case.devices, case.fill, case.min_replicas
         took = time.perf_counter() - start, time.process_time() - start_cpu
         seconds.setdefault(key, []).append(took)
-        predicted.append((*key, len(plan.replicas), plan.iteration_seconds))
     rows = []
     for (name, devices, fill, replicas), each in seconds.items():
         (wall, cpu), twice = zip(*each, strict=True), "yes" if replicas > 1 else "no"
@@ -136,17 +125,6 @@ def main() -> None:
         ),
         rows,
     )
-    if arguments.save:
-        arguments.save.write_text(json.dumps(predicted))
-    if arguments.compare:
-        before = json.loads(arguments.compare.read_text())
-        assert [row[:4] for row in before] == [list(row[:4]) for row in predicted], "other cases"
-        ratios = [new[5] / old[5] for new, old in zip(predicted, before, strict=True)]
-        fewer = sum(new[4] < min(new[3], old[4]) for new, old in zip(predicted, before, strict=True))
-        print(
-            f"\npredicted iteration against before, {len(ratios)} plans: median {median(ratios):.4f}, "
-            f"largest {max(ratios):.4f}, smallest {min(ratios):.4f}; fewer replicas than wanted and before: {fewer}"
-        )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ at most 1e-8 from those of one process; no process and no unfinished file is lef
 
 from __future__ import annotations
 
-import argparse
 import random
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from statistics import median
 import psutil
 import torch
 
-from benchmarks.common import describe_machine, print_table
+from benchmarks.common import print_table, read_options
 from tests.support.elastic_jobs import BIG_NODES, NODES, PHASES, Job, cluster, undisturbed
 
 AIM = 1e-8
@@ -131,12 +130,7 @@ def check_folder(folder: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="members that are killed (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=700, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random events (default: %(default)s)")
-    parser.add_argument("--zero", action="store_true", help="train with ZeRO stage 1")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, kills=100, steps=700, seed=0, zero=False)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         happened, job = soak(arguments.kills, arguments.steps, arguments.seed, Path(folder), arguments.zero)
@@ -154,7 +148,6 @@ def main() -> None:
     planned = [each.seconds for each in changes if "joins or leaves" in each.reason]
     phases = {kind.removeprefix("kill "): number for kind, number in sorted(happened.items()) if "kill" in kind}
     kills = sum(phases.values())
-    print(describe_machine())
     print_table("kills by phase", list(phases), [tuple(phases.values())])
     print_table(
         f"{arguments.steps} steps, {time.monotonic() - begin:.0f} s; aim: difference ≤ {AIM}",

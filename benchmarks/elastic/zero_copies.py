@@ -1,6 +1,6 @@
 """What the second holder of each shard costs in elastic training with ZeRO 1, while nothing happens.
 
-    python -m benchmarks.elastic.zero_copies [--ranks 3,4] [--micro-batches 4,16] [--rounds 5]
+    python -m benchmarks.elastic.zero_copies [--ranks 3 4] [--micro-batches 4 16] [--rounds 5]
 
 Ranks that share this machine's cores train a GPT-2 with AdamW in fp32, each as a replica, with one holder of each shard
 and with two, in turns in the same processes. The control is the way with one holder once more. Aim: at most 1.02.
@@ -8,15 +8,12 @@ and with two, in turns in the same processes. The control is the way with one ho
 
 from __future__ import annotations
 
-import argparse
-import time
-from statistics import median
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import transformers
 
-from benchmarks.common import describe_machine, print_table
+from benchmarks.common import medians_in_turns, print_table, read_options, steady_seconds
 from colossal_hetero import PlanConfig
 from tests.parallel.plugin.unequal.test_unequal_replicas import exact_zero, loss_of
 from tests.support.harness import run_ranks
@@ -49,32 +46,18 @@ def measure(ranks: int, micro_batches: int, rounds: int) -> dict[str, float]:
         run.optimizer.step()
         run.optimizer.zero_grad()
 
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            iterate(run)
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(ITERATIONS):
-                iterate(run)
-            dist.barrier()
-            seconds[name].append((time.perf_counter() - begin) / ITERATIONS)
-    return {name: median(each) for name, each in seconds.items()}
+    functions = {name: partial(steady_seconds, partial(iterate, run), ITERATIONS) for name, run in runs.items()}
+    return medians_in_turns(functions, rounds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="3", help="ranks, each a replica (default: %(default)s)")
-    parser.add_argument("--micro-batches", default="16", help="of each rank, per iteration (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, ranks=(3,), micro_batches=(16,), rounds=5)
     rows = []
-    for ranks in map(int, arguments.ranks.split(",")):
-        for count in map(int, arguments.micro_batches.split(",")):
+    for ranks in arguments.ranks:
+        for count in arguments.micro_batches:
             found = run_ranks(ranks, measure, ranks, count, arguments.rounds, timeout_seconds=600)[0]
             ratios = [f"{found[name] / found['one']:.3f}" for name in HOLDERS]
             rows.append((ranks, count * SAMPLES * TOKENS, f"{found['one'] * 1000:.0f}", *ratios[1:]))
-    print(describe_machine())
     columns = ["ranks", "tokens of a rank", "one holder [ms]", *(f"{name} (ratio)" for name in [*HOLDERS][1:])]
     print_table("ZeRO 1 with two holders of each shard; aim: ≤ 1.02", columns, rows)
 

@@ -38,7 +38,7 @@ class PartResults(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     environment: dict[str, str]
-    """Device, driver and versions; see :mod:`.environment`."""
+    """Device, driver and versions; see :func:`.worker.describe`."""
     cases: dict[str, CaseResult] = Field(default_factory=dict)
     """By name of the case."""
 

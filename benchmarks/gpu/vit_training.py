@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+from benchmarks.common import Timed
 
 # isort: split
 from colossalai.accelerator import get_accelerator
@@ -24,8 +24,6 @@ from colossal_hetero.layers.timm_vit import TimmViTPolicy
 from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
 
 from .part import Machine
-
-__all__ = ["Shape", "VitTraining", "shape_for"]
 
 CLASSES = 10
 
@@ -71,7 +69,7 @@ def shape_for(machine: Machine, full: Shape) -> Shape:
     return Shape(width=32, depth=2, heads=4, image=8, patch=4, batch=4) if machine.is_tiny else full
 
 
-class VitTraining:
+class VitTraining(Timed):
     """Trains the same batch again and again in single precision.
 
     Args:
@@ -102,9 +100,10 @@ class VitTraining:
             inject_stragglers(self.model, self.optimizer, Stragglers(slowdowns=slowdowns))
         self.images, self.labels = shape.samples(device)
         self.losses: list[float] = []
+        self.seconds = []
 
     def iterate(self) -> float:
-        """Train one iteration; its seconds. The loss is added to ``losses``."""
+        """Train one iteration. The loss is added to ``losses``."""
         get_accelerator().synchronize()
         begin = time.perf_counter()
         loss = F.cross_entropy(self.model(self.images), self.labels)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import platform
+import shutil
+import subprocess
 import sys
 import time
 import traceback
@@ -11,13 +15,15 @@ from pathlib import Path
 
 import torch
 
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
+
+# isort: split
+import colossalai
+
 from colossal_hetero.profiling.memory import is_out_of_memory
 
-from .environment import describe
 from .part import Case, Machine, Part
 from .store import CaseResult, PartResults, load_results
-
-__all__ = ["measure_part"]
 
 
 def measure_part(part: Part, machine: Machine, path: Path, seconds: float, *, again: bool, only: Sequence[str]) -> bool:
@@ -70,3 +76,29 @@ def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Device, driver and versions of the software, by name."""
+    facts = {"device": "cpu", "cores": str(os.cpu_count())}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        facts["device"] = f"{torch.cuda.device_count()} × {found.name}, {found.total_memory / 2**30:.0f} GiB"
+        facts["driver"] = _driver()
+        facts["CUDA"] = str(torch.version.cuda)
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        **facts,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "Colossal-AI": colossalai.__version__,
+    }
+
+
+def _driver() -> str:
+    """The version of the GPU's driver, or "unknown"."""
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.split()
+    return lines[0] if lines else "unknown"

@@ -8,19 +8,16 @@ batches, with batches divided again every 24 iterations, as ADAPT does, and with
 
 from __future__ import annotations
 
-import argparse
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.common import start_ranks
-from benchmarks.tensor_parallel.uneven import Turns, digits, make_model
+from benchmarks.common import make_vit, quota_on, read_options, start_ranks
+from benchmarks.data_parallel.turns import Turns, digits
 from colossal_hetero import BatchConfig, HeteroZeroPlugin
 from colossal_hetero.common.files import write_json
-from colossal_hetero.testing.stragglers import cpu_quota
 
 BATCH = 96
 STEADY, RAMP = 0.6, (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.25)
@@ -36,7 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def train(quota: float, runs: list[Turns], iterations: int) -> dict[str, list[Any]]:
     """By run: its median seconds at this quota, its division at the end, and all seconds."""
     seconds: dict[str, list[float]] = {run.name: [] for run in runs}
-    with cpu_quota(quota, 100_000) if dist.get_rank() == 1 and quota < 1 else nullcontext():
+    with quota_on(1, quota):
         for _ in range(iterations):
             for run in runs:
                 dist.barrier()
@@ -46,23 +43,16 @@ def train(quota: float, runs: list[Turns], iterations: int) -> dict[str, list[An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, out=Path)
     start_ranks(2)
     data = digits()
 
     def make_runs() -> list[Turns]:
-        return [
-            Turns(
-                name,
-                HeteroZeroPlugin(0, batches=BatchConfig(global_batch_size=BATCH, **settings)),
-                make_model(128, 2, 4),
-                data,
-                None,
-            )
+        plugins = {
+            name: HeteroZeroPlugin(0, batches=BatchConfig(global_batch_size=BATCH, **settings))
             for name, settings in RUNS.items()
-        ]
+        }
+        return [Turns(name, plugin, make_vit(128, 2), data) for name, plugin in plugins.items()]
 
     runs = make_runs()
     train(STEADY, runs, 30)  # the first divisions settle

@@ -1,6 +1,6 @@
 """Iterations in two clusters with networks of their own, step by step as Holmes (times for its Table 5); needs root.
 
-sudo python -m benchmarks.papers.holmes_runs --out FILE.json [--fast 400] [--slow 200] [--rounds 4]
+sudo python -m benchmarks.papers.holmes_runs --out FILE.json
 
 Each of four ranks is a node, a network namespace. Two stages train a ViT in two replicas with ZeRO 1. Ranks of the
 second cluster have 160/197 of the first one's share of a core, the speeds of the paper's clusters. All ways take turns
@@ -10,16 +10,15 @@ in the same processes.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.common import read_options
 from benchmarks.pipeline import layer_sums
 from benchmarks.pipeline.layer_sums import Training, in_turns
-from benchmarks.pipeline.namespace_ranks import run_in_namespaces
-from benchmarks.pipeline.namespaces import missing, nodes
+from benchmarks.pipeline.namespaces import nodes, run_in_namespaces
 from benchmarks.pipeline.nic_groups import ADAPTERS, Case, describe
 from colossal_hetero import PlanConfig
 from colossal_hetero.common.files import write_json
@@ -32,6 +31,8 @@ DEPTH, MICRO_BATCH, MICRO_BATCHES = 12, 4, 6
 SPEEDS = (197, 160)
 """TFLOP/s of a GPU in each cluster (Table 1)."""
 QUOTA = 0.45
+FAST, SLOW = 400, 200
+"""Mbit/s inside a cluster, and between clusters."""
 LAUNCHED = ((0, 1), (2, 3))
 """Ranks of each replica's stages, in order of launch: each replica in one cluster, its sums between clusters."""
 BY_NIC = ((0, 2), (1, 3))
@@ -70,18 +71,10 @@ def measure(topology: Topology, arguments: argparse.Namespace) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--fast", type=float, default=400, help="Mbit/s inside a cluster [%(default)s]")
-    parser.add_argument("--slow", type=float, default=200, help="Mbit/s between clusters [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each way [%(default)s]")
-    parser.add_argument("--iterations", type=int, default=3, help="iterations in a turn [%(default)s]")
-    arguments = parser.parse_args()
-    if reason := missing():
-        sys.exit(f"cannot measure: {reason}")
+    arguments = read_options(__doc__, out=Path, rounds=4, iterations=3)
     layer_sums.DEPTH = layer_sums.MODEL["depth"] = DEPTH
-    topology = describe(Case(2, 1, 1, 2, 2), arguments.fast, arguments.slow)
-    with nodes([2, 2], arguments.fast, arguments.slow) as places:
+    topology = describe(Case(2, 1, 1, 2, 2), FAST, SLOW)
+    with nodes([2, 2], FAST, SLOW) as places:
         found = run_in_namespaces(places, measure, topology, arguments)[0]
     write_json(found, arguments.out)
     print(*(f"{name}: {seconds:.3f} s" for name, seconds in found.items()), sep="\n")

@@ -10,12 +10,11 @@ not on the slowest rank.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from benchmarks.common import MODEL, Variant, print_table, read_options, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.common.files import write_json
@@ -37,13 +36,7 @@ def plan(senders: int, share: float) -> BalancePlan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--senders", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
-    parser.add_argument("--out", type=Path, help="file for the seconds of each cell")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, ranks=8, rounds=2, senders=(1, 4), hidden=MODEL["embed_dim"], out=Path)
     start_ranks(arguments.ranks)
     MODEL["embed_dim"] = arguments.hidden
     variants = {}

@@ -12,11 +12,17 @@ from statistics import mean, median, stdev
 
 from benchmarks.papers.group_training import RANKS, Run, iteration_ratios, round_robin, steady, train_all
 from benchmarks.papers.page import Curves, Figure, Inputs, measured
-from benchmarks.tensor_parallel.decisions import ASSUMED
-from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes, predicted_seconds
+from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.modes import decide
 from colossal_hetero.balance.optimum import divide_stragglers
 
+ASSUMED = Costs(
+    resize_fixed=0.03,
+    resize_per_share=0.05,
+    migrate_fixed_seconds=0.02,
+    migrate_seconds_per_share=0.05,
+    receive_factor=1.05,
+)
 EPOCHS = 3
 RATIOS = (0.25, 0.5, 0.9)
 SLOWDOWNS = (2.0, 4.0, 8.0)
@@ -41,7 +47,7 @@ class Trainings:
 
     def accuracies(self, run: Run | None = None) -> list[tuple[float, ...]]:
         """Accuracy after each epoch, by seed; without a run, of the control."""
-        return [self._trained[replace(run or self._control, seed=seed)].accuracy for seed in SEEDS]
+        return [self._trained[replace(run or self._control, seed=seed)] for seed in SEEDS]
 
     def accuracy(self, run: Run | None = None) -> float:
         """The last accuracy, mean over seeds."""

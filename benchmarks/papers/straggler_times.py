@@ -7,12 +7,11 @@ Methods take turns in the same processes.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.common import Variant, start_ranks, take_turns
+from benchmarks.common import Variant, read_options, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.common.files import write_json
 from colossal_hetero.testing.stragglers import Stragglers
@@ -31,10 +30,7 @@ def variants(slowdown: float) -> list[Variant]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, out=Path, rounds=2)
     start_ranks(2)
     seconds = {}
     for slowdown in SLOWDOWNS:

@@ -6,8 +6,6 @@ Two ranks train a ViT as two replicas, each with 0.85 of a core. A CPU quota the
 which the program is not told; it is lifted later. Three runs take turns: one follows the speeds and leaves the rank
 idle, one follows but keeps all ranks (as without a loader of ``prepare_dataloader``), one keeps its first plan. Beside
 them, rank 0 trains the same global batches alone with torch, without any library.
-
-Needs Linux and write access to cgroups (version 1 or 2).
 """
 
 from __future__ import annotations
@@ -16,32 +14,28 @@ import argparse
 import time
 from contextlib import ExitStack
 from itertools import count
-from statistics import median
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
-from benchmarks.common import print_table, start_ranks
+from benchmarks.common import Timed, make_vit, print_table, read_options, start_ranks, take_turns
 from benchmarks.pipeline.live_plan import SHARE
-from benchmarks.pipeline.pipeline_stages import build_model, loss, make_batch
+from benchmarks.pipeline.trained import loss, make_batch, measure_layers
 
 # isort: split
-
 from colossalai.booster import Booster
 from torch.utils.data import TensorDataset
 
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.cli.probe_ranks import probe_ranks
-from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.stragglers import cpu_quota
 
 HIDDEN = 128
 PERIOD_US = 40_000  # a quota is at least 1 ms long
 
 
-class Run:
+class Run(Timed):
     """Two replicas, with a loader whose batches are divided as the plan says."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, planning: PlanConfig) -> None:
@@ -50,7 +44,7 @@ class Run:
         self.booster = Booster(plugin=self.plugin)
         images, labels = make_batch(64 * arguments.global_batch)
         loader = self.plugin.prepare_dataloader(TensorDataset(images, labels))
-        model = build_model(HIDDEN, arguments.blocks)
+        model = make_vit(HIDDEN, arguments.blocks)
         made = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-4), loss, loader)
         self.model, self.optimizer, _, self.loader, _ = made
         self.batches = (batch for _ in count() for batch in self.loader)
@@ -65,14 +59,14 @@ class Run:
         return time.perf_counter() - start
 
 
-class Alone:
+class Alone(Timed):
     """The same global batches on rank 0, in micro-batches, with torch alone."""
 
     title = "rank 0 alone, torch"
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.seconds: list[float] = []
-        self._model = build_model(HIDDEN, arguments.blocks)
+        self._model = make_vit(HIDDEN, arguments.blocks)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         images, labels = make_batch(arguments.global_batch)
         size = arguments.micro_batch
@@ -91,14 +85,7 @@ class Alone:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=0.04, help="share of its speed that rank 1 keeps (%(default)s)")
-    parser.add_argument("--blocks", type=int, default=8, help="blocks of the ViT (default: %(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=4, help="images per micro-batch (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=32, help="images per iteration (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=24, help="iterations of a phase (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each run in a phase (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, share=0.04, blocks=8, micro_batch=4, global_batch=32, iterations=24, rounds=3)
     start_ranks(2)
     with ExitStack() as stack:
         measure(arguments, stack)
@@ -112,13 +99,7 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
         quota.enter_context(cpu_quota(SHARE / 2 * share, PERIOD_US))
 
     limit(1.0)
-    profile = profile_layers(
-        build_model(HIDDEN, arguments.blocks),
-        make_batch(arguments.micro_batch),
-        F.cross_entropy,
-        micro_batches=[arguments.micro_batch],
-        optimizer="adamw",
-    ).profile
+    profile = measure_layers(make_vit(HIDDEN, arguments.blocks), arguments.micro_batch)
     topology = probe_ranks(torch.device("cpu"))[0]
     planning = dict(cluster=topology, profile=profile, global_batch_size=arguments.global_batch, layer_sums=True)
     planning["zero_stages"] = (0,)
@@ -143,13 +124,10 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
                     break
         for run in runs:
             run.seconds = []
-        for _ in range(arguments.rounds):
-            for run in runs:
-                run.iterate()
-                run.seconds += [run.iterate() for _ in range(3)]
+        take_turns(runs, 0, arguments.rounds, 3)
         changes = follows.plugin.plan_changes[before:]
         moves = " ".join(f"{change.seconds:.2f}" for change in changes) or "–"
-        rows.append((f"{share:g}", "–" if changed is None else changed, moves, *(median(run.seconds) for run in runs)))
+        rows.append((f"{share:g}", "–" if changed is None else changed, moves, *(run.median_seconds for run in runs)))
     columns = ("rank 1's share", "changed after", "moves (s)", *(f"{run.title} (s)" for run in runs))
     print_table("Time of an iteration, two replicas, one becomes slow", columns, rows)
 

@@ -15,10 +15,10 @@ The second table: replicas that are alike, on this machine without a limited net
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -27,10 +27,9 @@ import torch.distributed as dist
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
-from benchmarks.common import describe_machine, print_table
-from benchmarks.pipeline.namespace_ranks import run_in_namespaces
-from benchmarks.pipeline.namespaces import missing, nodes
+from benchmarks.common import medians_in_turns, print_table, read_options, slowest, steady_seconds
+from benchmarks.pipeline.namespaces import nodes, run_in_namespaces
+from benchmarks.pipeline.trained import loss
 
 # isort: split
 from colossalai.booster import Booster
@@ -39,7 +38,7 @@ from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
 
 LAYER_SUMS = PlanConfig(layer_sums=True)
-DEPTH = 6
+DEPTH, BUCKET_MB = 6, 2
 MODEL = dict(img_size=64, patch_size=16, num_classes=10, embed_dim=256, depth=DEPTH, num_heads=4)
 UNLIMITED = 100_000
 """Mbit/s of the second table: more than the processors can send."""
@@ -85,10 +84,6 @@ def build_model() -> VisionTransformer:
     return VisionTransformer(**MODEL)
 
 
-def loss_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
-    return nn.functional.cross_entropy(outputs, batch[1])
-
-
 class Training:
     """A model that is trained with a plan."""
 
@@ -104,26 +99,10 @@ class Training:
 
     def iterate(self) -> None:
         with nullcontext() if self._sums else self.booster.no_sync(self.model, self.optimizer):
-            self.booster.execute_pipeline(iter([self.batch]), self.model, loss_of, self.optimizer)
+            self.booster.execute_pipeline(iter([self.batch]), self.model, loss, self.optimizer)
         if self._sums:
             self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def seconds(self, iterations: int) -> float:
-        """Of an iteration of the slowest rank."""
-        dist.barrier()
-        self.iterate()
-        begin = time.perf_counter()
-        for _ in range(iterations):
-            self.iterate()
-        return slowest((time.perf_counter() - begin) / iterations)
-
-
-def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
-    longest = torch.tensor(seconds)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return longest.item()
 
 
 def summing_seconds(rounds: int = 3) -> float:
@@ -140,30 +119,27 @@ def summing_seconds(rounds: int = 3) -> float:
 
 def in_turns(trainings: dict[str, Training], arguments: argparse.Namespace) -> dict[str, float]:
     """Median seconds of an iteration, by way of training."""
-    times: dict[str, list[float]] = {name: [] for name in trainings}
-    for _ in range(arguments.rounds):
-        for name, training in trainings.items():
-            times[name].append(training.seconds(arguments.iterations))
-    return {name: median(found) for name, found in times.items()}
+    timed = {name: partial(steady_seconds, each.iterate, arguments.iterations) for name, each in trainings.items()}
+    return medians_in_turns(timed, arguments.rounds)
 
 
 def measure_overlap(shapes: Sequence[Shape], arguments: argparse.Namespace) -> tuple[int, float, dict[str, float]]:
     """Samples of a micro-batch, seconds of the sums alone, and of an iteration by way."""
     summing = summing_seconds()
-    few, many = (Training(make_plan(shapes, size), LAYER_SUMS, sums=False).seconds(2) for size in (4, 12))
+    few, many = (
+        steady_seconds(Training(make_plan(shapes, size), LAYER_SUMS, sums=False).iterate, 2) for size in (4, 12)
+    )
     per_sample = max((many - few) / 8, many / 24)
     # Two thirds of the passes of a micro-batch are its backward pass.
     passes = arguments.ratio * summing * 1.5 * max(number for _, number in shapes)
     size = max(1, round((passes - max(many - 12 * per_sample, 0.0)) / per_sample))
     plan = make_plan(shapes, size)
-    ways: dict[str, Callable[[], Training]] = {
-        "at the end": lambda: Training(
-            plan, LAYER_SUMS, overlap_communication=False, ddp_bucket_cap_mb=arguments.bucket
-        ),
-        "in the last backward pass": lambda: Training(plan, LAYER_SUMS, ddp_bucket_cap_mb=arguments.bucket),
-        "no sums": lambda: Training(plan, LAYER_SUMS, sums=False),
+    ways = {
+        "at the end": Training(plan, LAYER_SUMS, overlap_communication=False, ddp_bucket_cap_mb=BUCKET_MB),
+        "in the last backward pass": Training(plan, LAYER_SUMS, ddp_bucket_cap_mb=BUCKET_MB),
+        "no sums": Training(plan, LAYER_SUMS, sums=False),
     }
-    return size, summing, in_turns({name: make() for name, make in ways.items()}, arguments)
+    return size, summing, in_turns(ways, arguments)
 
 
 def measure_equal(shapes: Sequence[Shape], arguments: argparse.Namespace) -> dict[str, float]:
@@ -173,19 +149,7 @@ def measure_equal(shapes: Sequence[Shape], arguments: argparse.Namespace) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabits", type=float, default=400, help="Mbit/s between the nodes (default: %(default)s)")
-    parser.add_argument(
-        "--ratio", type=float, default=1.25, help="time of the last backward pass by that of the sums (default: 1.25)"
-    )
-    parser.add_argument("--bucket", type=int, default=2, help="MiB of gradients in a message (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each way of training (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=4, help="iterations in a turn (default: %(default)s)")
-    arguments = parser.parse_args()
-    reason = missing()
-    if reason:
-        sys.exit(f"cannot measure: {reason}")
-    print(describe_machine())
+    arguments = read_options(__doc__, megabits=400.0, ratio=1.25, rounds=7, iterations=4)
     rows = []
     with nodes([2], arguments.megabits, arguments.megabits) as places:
         for name, (node_of, shapes) in OVERLAP.items():

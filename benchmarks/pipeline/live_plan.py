@@ -1,19 +1,17 @@
 """A plan that follows the speeds of devices, while CPU quotas come and go; and what it costs when nothing happens.
 
-sudo python -m benchmarks.pipeline.live_plan [--stages 2,3,4] [--phases 1,0.5,1,0.25,1] [--plot FILE]
-sudo python -m benchmarks.pipeline.live_plan --stages 2 --phases 1 --iterations 300
-sudo python -m benchmarks.pipeline.live_plan --network 100 --phases 1,0.1,1
+sudo python -m benchmarks.pipeline.live_plan [--stages 2] [--phases 1 0.5 1 0.25 1]
+sudo python -m benchmarks.pipeline.live_plan --phases 1 --iterations 300
+sudo python -m benchmarks.pipeline.live_plan --network 100 --phases 1 0.1 1
 
 The ranks train a ViT in a 1F1B pipeline, each with its share of the two cores, in which the layers were measured. In
-each phase another quota holds for one rank (the last one, then the first one, in turns); the program is not told.
-In turns with the run that follows, runs with fixed splits train: for each quota the fastest that the planner predicts.
-The table has the iterations until layers moved, the time of the move, and the median time of an iteration after it,
-beside the fastest fixed split in the same phase. A phase without a change shows the cost.
+each phase another quota holds for one rank (the last one, then the first one, in turns); the program is not told. In
+turns with the run that follows, runs with fixed splits train: for each quota the fastest that the planner predicts. The
+table has the iterations until layers moved, the time of the move, and the median time of an iteration after it, beside
+the fastest fixed split in the same phase. A phase without a change shows the cost.
 
 With --network two ranks train a small ResNet-18, whose later blocks send smaller messages, on two nodes: network
 namespaces with NICs of so many Mbit/s. In each phase they have another share of that (``tc``).
-
-Needs Linux and write access to cgroups (version 1 or 2); with --network root, and iproute2.
 """
 
 from __future__ import annotations
@@ -25,44 +23,39 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import timm
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
-from benchmarks.common import print_table, start_ranks
-from benchmarks.pipeline.namespace_ranks import run_in_namespaces
-from benchmarks.pipeline.namespaces import NodeAddresses, limit_ethernet, nodes, payload_bytes_per_second
-from benchmarks.pipeline.pipeline_stages import IMAGE, Trained, build_model, make_batch
+from benchmarks.common import make_vit, print_table, read_options, start_ranks, take_turns
+from benchmarks.pipeline.namespaces import (
+    NodeAddresses,
+    limit_ethernet,
+    nodes,
+    payload_bytes_per_second,
+    run_in_namespaces,
+)
+from benchmarks.pipeline.trained import Trained, measure_layers
 from benchmarks.plans import price_ranks
-
-# isort: split
-
 from colossal_hetero import PlanConfig
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.planner.cluster.topology import Channel, Node, Topology
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.solver.follow import at_measured_speeds
-from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.stragglers import cpu_quota
 
 SHARE = 1.7
 """Cores that the ranks have together without a slow one, of two."""
-CANDIDATES = 4
-"""Fixed splits that are tried for each quota."""
+HIDDEN, BLOCKS = 128, 8
 NETWORK_IMAGE = 256
 NETWORK_BURST = "32kb"
 """Less than a message, which would pass at once."""
 PERIOD_US = 8_000
 """Period of the quotas: short against a pass, as a slower device would be."""
-SETTLE = 24
-"""Iterations of the run that follows after each change of the quotas."""
 
 
 def split(run: Trained) -> str:
@@ -70,20 +63,18 @@ def split(run: Trained) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=2, help="stages, one on each rank (default: %(default)s)")
-    parser.add_argument("--phases", default="1,0.5,1,0.25,1", help="share of its speed that a rank has (%(default)s)")
-    parser.add_argument("--network", type=float, help="Mbit/s between two nodes, which phases limit")
-    parser.add_argument("--blocks", type=int, default=8, help="blocks of the ViT (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size of the ViT (default: %(default)s)")
-    parser.add_argument("--micro-batch", type=int, default=4, help="images per micro-batch (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=32, help="images per iteration (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=SETTLE, help="iterations of a phase (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each run in a phase (default: %(default)s)")
-    parser.add_argument("--candidates", type=int, default=CANDIDATES, help="fixed splits of each quota (%(default)s)")
-    parser.add_argument("--plot", type=Path, help="file for a picture of the time of each iteration")
-    parser.add_argument("--verbose", action="store_true", help="show what stages take, window by window")
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        stages=2,
+        phases=(1.0, 0.5, 1.0, 0.25, 1.0),
+        network=float,
+        micro_batch=4,
+        global_batch=32,
+        iterations=24,
+        rounds=3,
+        candidates=4,
+        verbose=False,
+    )
     if arguments.verbose:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("colossal_hetero.plugin.hybrid.live_plan").setLevel(logging.DEBUG)
@@ -109,14 +100,14 @@ def under_quotas(arguments: argparse.Namespace, stack: ExitStack) -> None:
     limit(dist.get_rank(), 1.0)
 
     def make_model() -> nn.Module:
-        return build_model(arguments.hidden, arguments.blocks)
+        return make_vit(HIDDEN, BLOCKS)
 
     def at(topology: Topology, slow: int, phase: float) -> Topology:
         return at_measured_speeds(topology, {(slow,): 1 / phase})
 
     topology = probe_ranks(torch.device("cpu"))[0]
     title = f"{arguments.stages} stages on {arguments.stages} ranks, {share:.2f} of a core each"
-    measure(arguments, topology, make_model, IMAGE, limit, at, title)
+    measure(arguments, topology, make_model, 32, limit, at, title)
 
 
 def between_nodes(arguments: argparse.Namespace, places: Sequence[NodeAddresses]) -> None:
@@ -153,15 +144,12 @@ def measure(
     at_share: Callable[[Topology, int, float], Topology],
     title: str,
 ) -> None:
-    stages, rank = arguments.stages, dist.get_rank()
-    batch = make_batch(arguments.micro_batch, image)
-    profile = profile_layers(
-        make_model(), batch, F.cross_entropy, micro_batches=[arguments.micro_batch], optimizer="adamw"
-    ).profile
-    phases = [float(each) for each in arguments.phases.split(",")]
+    stages = arguments.stages
+    profile = measure_layers(make_model(), arguments.micro_batch, image)
+    phases = arguments.phases
     slowed = [(stages - 1) if number // 2 % 2 == 0 else 0 for number in range(len(phases))]
     planning = PlanConfig(cluster=topology, profile=profile, global_batch_size=arguments.global_batch)
-    live = Trained("auto", arguments.hidden, arguments, make_model(), image, planning=planning, pp_size=stages)
+    live = Trained("auto", make_model(), image, planning=planning, pp_size=stages)
     known = as_profiled(topology, profile), profile.model_copy(update={"rank_devices": ()})
     candidates: dict[tuple[int, ...], Any] = {}
     for number, phase in enumerate(phases):
@@ -175,38 +163,31 @@ def measure(
         for plan in sorted(plans, key=lambda plan: plan.iteration_seconds)[: arguments.candidates]:
             candidates.setdefault(plan.layers_per_stage, plan)
     still = PlanConfig(cluster=topology, profile=profile, global_batch_size=arguments.global_batch, follow_speed=False)
-    fixed = [
-        Trained(plan, arguments.hidden, arguments, make_model(), image, planning=still) for plan in candidates.values()
-    ]
+    fixed = [Trained(plan, make_model(), image, planning=still) for plan in candidates.values()]
     for run in fixed:
         run.iterate()
-    history: list[tuple[float, int]] = []
     rows = []
-    for number, (phase, slow) in enumerate(zip(phases, slowed, strict=True)):
+    for phase, slow in zip(phases, slowed, strict=True):
         limit(slow, phase)
         changes = len(live.plugin.plan_changes)
-        first = len(history)
-        moved_after = None
+        history, moved_after = [], None
         for iteration in range(arguments.iterations):
-            history.append((live.iterate(), number))
+            history.append(live.iterate())
             if len(live.plugin.plan_changes) > changes and moved_after is None:
                 moved_after = iteration
         changed = live.plugin.plan_changes[changes:]
         runs = [live, *fixed]
         for run in runs:
             run.seconds = []
-        for _ in range(arguments.rounds):
-            for run in runs:
-                run.iterate()
-                run.seconds += [run.iterate() for _ in range(3)]
+        take_turns(runs, 0, arguments.rounds, 3)
         later = len(live.plugin.plan_changes) - changes - len(changed)
-        best = min(fixed, key=lambda run: median(run.seconds))
-        mine, other = median(live.seconds), median(best.seconds)
-        equal = median(next((run.seconds for run in fixed if split(run) == split(live)), [float("nan")]))
+        best = min(fixed, key=lambda run: run.median_seconds)
+        mine, other = live.median_seconds, best.median_seconds
+        equal = next((run.median_seconds for run in fixed if split(run) == split(live)), float("nan"))
         rows.append(
             (
                 f"rank {slow} × {phase:g}" if arguments.network is None else f"network × {phase:g}",
-                median(seconds for seconds, _ in history[first : first + 4]),
+                median(history[:4]),
                 "–" if moved_after is None else str(moved_after),
                 " ".join(f"{change.seconds:.2f} s" for change in changed) or "–",
                 split(live),
@@ -231,25 +212,6 @@ def measure(
         "moves later",
     )
     print_table(title, columns, rows)
-    if rank == 0 and arguments.plot is not None:
-        draw(arguments.plot, history, phases, slowed)
-
-
-def draw(path: Path, history: list[tuple[float, int]], phases: list[float], slowed: list[int]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(9, 3.5))
-    axis.plot([seconds for seconds, _ in history], linewidth=1)
-    for number, phase in enumerate(phases):
-        start = next(index for index, (_, each) in enumerate(history) if each == number)
-        axis.axvline(start, color="gray", linewidth=0.5)
-        axis.text(start + 0.5, axis.get_ylim()[1] * 0.95, f"rank {slowed[number]} × {phase:g}", fontsize=8)
-    axis.set(xlabel="iteration", ylabel="seconds")
-    axis.set_ylim(bottom=0)
-    figure.savefig(path, bbox_inches="tight")
 
 
 if __name__ == "__main__":

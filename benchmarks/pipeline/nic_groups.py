@@ -13,7 +13,6 @@ determines the time.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -22,9 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import print_table
-from benchmarks.pipeline.namespace_ranks import run_in_namespaces
-from benchmarks.pipeline.namespaces import missing, nodes, payload_bytes_per_second
+from benchmarks.common import print_table, read_options
+from benchmarks.pipeline.namespaces import nodes, payload_bytes_per_second, run_in_namespaces
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds
 from colossal_hetero.planner.cluster.group_networks import Adapter, group_network
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
@@ -123,17 +121,7 @@ def measure(case: Case, layouts: list[Groups], topology: Topology, arguments: ar
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--gradients", type=float, default=16, help="megabytes of gradients per rank (default: %(default)s)"
-    )
-    parser.add_argument("--fast", type=float, default=400, help="Mbit/s inside a cluster (default: %(default)s)")
-    parser.add_argument("--slow", type=float, default=100, help="Mbit/s between clusters (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="all-reduces with each layout (default: %(default)s)")
-    arguments = parser.parse_args()
-    reason = missing()
-    if reason:
-        sys.exit(f"cannot measure: {reason}")
+    arguments = read_options(__doc__, gradients=16.0, fast=400.0, slow=100.0, rounds=5)
     rows = []
     for case in CASES:
         topology = describe(case, arguments.fast, arguments.slow)

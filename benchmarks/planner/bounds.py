@@ -5,17 +5,17 @@ The clusters and the model are those of ``benchmarks.planner.autohet_clusters``.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from benchmarks.planner.autohet_clusters import CLUSTERS, cluster, gpt
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.solver.pareto_front import pareto_front
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 
+GLOBAL_BATCH = 512
 PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
 """Dollars per hour and device."""
 
@@ -32,16 +32,11 @@ def priced(topology: Topology) -> Topology:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
-    parser.add_argument("--seconds", type=float, nargs="*", default=[1.0, 5.0], help="for the bound (default: 1 and 5)")
-    parser.add_argument("--global-batch", type=int, default=512, help="samples per iteration (default: 512)")
-    parser.add_argument("--front", type=int, default=64, help="GPUs of the cluster with prices (default: 64)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, gpus=tuple(CLUSTERS), seconds=(1.0, 5.0), front=64)
     model = gpt()
     rows = []
     for gpus in arguments.gpus:
-        problem = Problem(topology=cluster(CLUSTERS[gpus]), profile=model, global_batch=arguments.global_batch)
+        problem = Problem(topology=cluster(CLUSTERS[gpus]), profile=model, global_batch=GLOBAL_BATCH)
         bests = [search(problem, bound_seconds=seconds).best for seconds in arguments.seconds]
         rows.append((f"{gpus:,}", bests[-1].iteration_seconds, *(f"{best.gap:.1%}" for best in bests)))
     print_table(
@@ -51,7 +46,7 @@ def main() -> None:
     )
     start = time.perf_counter()
     machines = priced(cluster(CLUSTERS[arguments.front]))
-    front = pareto_front(Problem(topology=machines, profile=model, global_batch=arguments.global_batch))
+    front = pareto_front(Problem(topology=machines, profile=model, global_batch=GLOBAL_BATCH))
     took = time.perf_counter() - start
     print_table(
         f"\nPlans that are worth their price, of at most {arguments.front} GPUs; planning took {took:.1f} s",

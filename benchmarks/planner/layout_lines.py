@@ -8,9 +8,7 @@ give the same time.
 
 from __future__ import annotations
 
-import argparse
-
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
 from colossal_hetero.planner.solver.problem import Problem
@@ -21,9 +19,7 @@ ROUNDING = 1e-8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clusters", type=int, default=60, help="random clusters of each size (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, clusters=60)
     rows = []
     for name, problem in (("1 to 4", small_problem), ("1 to 16", large_problem)):
         ratios, same = [], 0

@@ -2,22 +2,20 @@
 
 Predictions use layer times and bandwidths only; nothing is fitted to the iterations. Layers, links and plans were
 measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich), training with
-Megatron-DeepSpeed. `predicted_plans.py` states the assumptions, and `sailor_tables.py` how the tables are read.
-The times of GPT-Neo-2.7 on GH200 are estimated (`published_clusters.py`) for micro-batches of up to 8, which plans use.
+Megatron-DeepSpeed. `predicted_plans.py` states the assumptions, and `sailor_tables.py` how the tables are read. The
+times of GPT-Neo-2.7 on GH200 are estimated (`published_clusters.py`) for micro-batches of up to 8, which plans use.
 Fitted to all timed sizes, up to 128, the median error over all plans is 6.5 % instead of 5.9 %.
 
-Predictions are by the formula that the planner searches with, and include the gradient reduction. Memory is that of
-the GPU that uses most; the measured value is from nvidia-smi.
+Predictions are by the formula that the planner searches with, and include the gradient reduction. Memory is that of the
+GPU that uses most; the measured value is from nvidia-smi.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.common import print_markdown
+from benchmarks.common import print_markdown, read_options
 from benchmarks.planner.predicted_plans import MeasuredPlan, load_measured_plans, predict
 from benchmarks.planner.published_clusters import DATA, read_published
 
@@ -43,9 +41,7 @@ def statistics(errors: Sequence[float], which: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, data=DATA)
     published = read_published(arguments.data)
     models = {profile.name: profile for profile in published.profiles}
     rows = []

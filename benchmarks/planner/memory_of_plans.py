@@ -9,18 +9,18 @@ as before this was modeled: 16 bytes per parameter, no reserve, and nothing for 
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from benchmarks.plans import simple_plan
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 
+GLOBAL_BATCH = 256
 STATE_BYTES, BUCKET_BYTES, OTHER_BYTES = 24, 4, 3e9
 
 LayerBytes = dict[tuple[str, int], list[tuple[float, float]]]
@@ -54,9 +54,9 @@ def excess_bytes(plan: Plan, profile: ModelProfile, layers: LayerBytes) -> float
     return max(excess)
 
 
-def best_plan(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+def best_plan(topology: Topology, profile: ModelProfile) -> Plan | str:
     try:
-        return simple_plan(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES)
+        return simple_plan(topology, profile, global_batch=GLOBAL_BATCH, micro_batches=MICRO_BATCHES)
     except ValueError as error:
         return str(error)
 
@@ -68,10 +68,7 @@ def as_before(profile: ModelProfile) -> ModelProfile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, data=DATA)
     cases = published_cases(arguments.data)
     layers = layer_bytes(arguments.data / "layer_memory.csv")
     rows, exceeding = [], [0, 0]
@@ -80,7 +77,7 @@ def main() -> None:
         for which, (machines, model) in enumerate(
             ((topology.with_memory_reserve(0), as_before(profile)), (topology, profile))
         ):
-            plan = best_plan(machines, model, arguments.global_batch)
+            plan = best_plan(machines, model)
             if isinstance(plan, str):
                 cells += ["no plan", "-"]
                 continue
@@ -89,7 +86,7 @@ def main() -> None:
             cells += [f"{plan.iteration_seconds:.2f}", f"{excess / 1e9:+.1f}"]
         rows.append([cluster, profile.name, *cells])
     print_table(
-        f"Simple plans for {arguments.global_batch} sequences: predicted seconds, and GB above the memory of a GPU",
+        f"Simple plans for {GLOBAL_BATCH} sequences: predicted seconds, and GB above the memory of a GPU",
         ["cluster", "model", "before [s]", "above [GB]", "now [s]", "above [GB]"],
         rows,
     )

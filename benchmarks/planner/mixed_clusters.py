@@ -6,8 +6,9 @@ the best plan that uses all devices and gives all pipelines the same number of m
 number of blocks, with ranks as launched. "Alone" is the planner's best plan for the nodes of one kind, without the
 others. A plan for all kinds may leave devices out, so it should never be slower than any of these; the last line says
 whether it is. One cost model predicts all of them; no two kinds were run together. `benchmarks.planner.measured_plans`
-compares the model with iterations that were run. A plan may use the nominal memory of a device.
-`benchmarks.papers.poplar` is about dividing batches instead of layers.
+compares the model with iterations that were run. A plan may use the nominal memory of a device. --save writes the
+profile that examples/plans has to a file, and does nothing else. `benchmarks.papers.poplar` is about dividing batches
+instead of layers.
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
 Zurich), in single precision with TF32 matrix products. Those of GPT-Neo-2.7 on GH200 are estimated.
@@ -15,7 +16,6 @@ Zurich), in single precision with TF32 matrix products. Those of GPT-Neo-2.7 on 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import time
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import print_markdown
+from benchmarks.common import print_markdown, read_options
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, read_published
 from benchmarks.planner.sailor_tables import GpuChannels, make_topology, profile_part
 from benchmarks.plans import price_ranks, simple_plan
@@ -108,12 +108,7 @@ def ratio(found: Plan | str, plan: Plan) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    parser.add_argument(
-        "--save", type=Path, help="write the profile that examples/plans has to this file, and do nothing else"
-    )
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, data=DATA, save=Path)
     profiles, channels, _ = read_published(arguments.data)
     if arguments.save:
         save_profile(profile_part(profiles[0], *SHIPPED), arguments.save)

@@ -8,13 +8,12 @@ slower.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from colossal_hetero.planner.cluster.topology import Device, Node, Topology
 from colossal_hetero.planner.solver.search import search
 from tests.support.every_plan import EveryPlan, wishes_to_prove
@@ -45,15 +44,15 @@ def against_all_plans(count: int, unequal: bool) -> tuple[object, ...]:
     return _row("all" if unequal else "equal replicas", count, factors)
 
 
-def after_improvements(count: int, unequal: bool) -> list[tuple[object, ...]]:
+def after_improvements(count: int) -> list[tuple[object, ...]]:
     """Rows: as :func:`against_all_plans`, for plans after and before the cluster became better, by change."""
     factors: dict[str, list[float]] = {change: [] for change in CHANGES}
     for seed in range(count):
         problem = large_problem(seed)
-        before = best_seconds(problem, unequal)
+        before = best_seconds(problem, True)
         for change in CHANGES if before < np.inf else ():
             better = problem._replace(topology=improved(problem.topology, change, seed))
-            factors[change].append(best_seconds(better, unequal) / before)
+            factors[change].append(best_seconds(better, True) / before)
     return [_row(change, count, found) for change, found in factors.items()]
 
 
@@ -124,12 +123,7 @@ def _row(name: str, count: int, factors: list[float]) -> tuple[object, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=int, default=500, help="small clusters (default: 500)")
-    parser.add_argument("--forms", type=int, default=500, help="small clusters with other plans (default: 500)")
-    parser.add_argument("--large", type=int, default=250, help="larger clusters, 4 changes each (default: 250)")
-    parser.add_argument("--equal", action="store_true", help="larger clusters: only plans with equal replicas")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, small=500, forms=500, large=250)
     columns = ("clusters", "with a plan", "slower", "by more than 2 %", "worst factor")
     print_table(
         "Small clusters: the planner against all plans",
@@ -144,7 +138,7 @@ def main() -> None:
     print_table(
         "\nLarger clusters: after an improvement against before",
         ("improvement", *columns),
-        after_improvements(arguments.large, not arguments.equal),
+        after_improvements(arguments.large),
     )
 
 

@@ -1,7 +1,7 @@
 """Eleven clusters of GPUs whose layer times and bandwidths were published, and the models that were timed on them.
 
 Tables were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich). They have
-no times of GPT-Neo-2.7 on GH200; ``estimated_times.json`` has estimated ones, as runs of layers with equal seconds. Those
+no times of GPT-Neo-2.7 on GH200; ``estimated_times.json`` has estimated ones, as runs of equal layers. Those
 of embedding, block and head were fitted to the times of OPT-350 and OPT-30 there by the bytes of parameters and
 activations, and divided by the error of the same fit on V100, where all three were timed.
 """

@@ -7,7 +7,6 @@ GPUs of three kinds, with a model that fits easily and with one that fits tightl
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.common import print_markdown
+from benchmarks.common import print_markdown, read_options
 from benchmarks.planner.autohet_clusters import CLUSTERS, cluster, gpt
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
@@ -80,10 +79,7 @@ def _three_kinds(names: tuple[str, ...], counts: tuple[int, ...]) -> Topology:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", nargs="*", default=list(GROUPS), choices=GROUPS, help="cases (default: all)")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, groups=tuple(GROUPS), data=DATA)
     frozen: dict[str, float] = json.loads(FROZEN.read_text())
     rows, timed = [], []
     for group in arguments.groups:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from itertools import combinations, pairwise
 from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.cost.pass_order import one_forward_one_backward
 from colossal_hetero.planner.cost.simulate import ChunkTimes, Timeline
@@ -120,9 +119,7 @@ def under_simulation(pipelines: int) -> list[tuple[object, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mixed", type=int, default=20, help="random larger pipelines per row (default: 20)")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, mixed=20)
     print_table(
         "Iteration time of the methods relative to 'exact', mean (formula)",
         ("stages of kinds", "blocks", "micro-batches", *METHODS[1:]),

@@ -1,49 +1,40 @@
 """Loss of accuracy by resizing: priority rules and imputations with γ = ½ on one rank, relative to an unpruned control.
 
-python -m benchmarks.tensor_parallel.accuracy --data-dir DIR [--results FILE.json] [--jobs 2] [--epochs 5] [--seeds 3]
+python -m benchmarks.tensor_parallel.accuracy --data-dir DIR [--jobs 2] [--epochs 5] [--seeds 3]
 
 DIR holds images as train/CLASS/* and test/CLASS/*. A ViT is trained from scratch by tensor-parallel groups of 2 and of
 4 ranks, each group inside one process. The last rank prunes half of its work in every iteration: half of the columns of
 all its layers (the same layer code, one shard after the other), or half of the units of all its blocks (the model with
-these units set to zero, which has the same gradients). Finished runs are kept in the results file and not repeated.
+these units set to zero, which has the same gradients). Finished runs are kept in runs/accuracy.json and not repeated.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from rich.progress import Progress
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from benchmarks.common import print_table
-from benchmarks.in_process import shard_in_process
+from benchmarks.common import print_table, read_options
+from benchmarks.in_process import BATCH, accuracies, read_images, shard_in_process, train_all
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.config import BalanceConfig, Pruning
 from colossal_hetero.balance.pruning import ColumnSelector, make_selector
-from examples.common.images import load_data
-from examples.vit.options import parse_options
 
 MODEL = {"embed_dim": 128, "depth": 6, "num_heads": 4, "patch_size": 8, "img_size": 32, "num_classes": 10}
 Matrices = tuple[Tensor, Tensor]
 
-BATCH, LEARNING_RATE, WEIGHT_DECAY, RATIO = 64, 1e-3, 0.05, 0.5
+RATIO = 0.5
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One training run."""
 
     ranks: int
@@ -73,12 +64,6 @@ def make_runs(epochs: int, seeds: int) -> list[Run]:
             # Without pruning, the number of ranks has no effect, so the control runs once.
             runs += [Run(ranks, *variant, seed, epochs) for variant in variants if variant[1] != "none" or ranks == 2]
     return runs
-
-
-def load(directory: str, seed: int) -> tuple:
-    """Training and held-out images, as the example reads them."""
-    options = parse_options(["--data", "folder", "--data-dir", directory, "--seed", str(seed)])
-    return load_data(options, track=lambda items, _: iter(items))
 
 
 class PrunedUnits:
@@ -134,14 +119,11 @@ def _prune(kept: Tensor, second: nn.Module, inputs: tuple[Tensor]) -> Tensor | N
     return (x.unflatten(-1, (len(kept), -1)) * kept[:, None]).flatten(-2)
 
 
-def train(run: Run, directory: str) -> dict:
-    """Held-out accuracy in percent after each epoch, and the seconds it took."""
-    torch.set_num_threads(1)
-    start = time.perf_counter()
-    images, held_out = load(directory, run.seed)
+def train(run: Run, data_dir: str) -> list[float]:
     torch.manual_seed(run.seed)
     model = VisionTransformer(**MODEL)
-    iterations = len(images) // BATCH
+    data = read_images(data_dir, run.seed)
+    iterations = len(data[0]) // BATCH
     resizer: Applier | PrunedUnits | None = None
     if run.form == "block":
         resizer = PrunedUnits(model, run, iterations)
@@ -149,43 +131,18 @@ def train(run: Run, directory: str) -> dict:
         shards = shard_in_process(model, run.ranks)
         if run.rule != "none":
             rules = Pruning(resizing="column", seed=run.seed, priority=run.rule, imputation=run.imputation)
-            config = BalanceConfig(mode="resize", pruning=rules)
-            resizer = Applier(shards[-1], [], config, iterations)
+            resizer = Applier(shards[-1], [], BalanceConfig(mode="resize", pruning=rules), iterations)
             resizer.prune(RATIO)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    total = iterations * run.epochs
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=total, pct_start=0.1)
-    generator = torch.Generator().manual_seed(run.seed)
-    accuracy = []
-    for epoch in range(run.epochs):
-        images.set_epoch(epoch)
-        model.train()
-        for batch in torch.randperm(len(images), generator=generator)[: iterations * BATCH].view(iterations, BATCH):
-            x, y = images.__getitems__(batch)
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if resizer is not None:
-                resizer.end_iteration()
-        model.eval()
-        with torch.no_grad():
-            right = sum(
-                int((model(x).argmax(-1) == y).sum())
-                for x, y in (held_out.__getitems__(part) for part in torch.arange(len(held_out)).split(500))
-            )
-        accuracy.append(100.0 * right / len(held_out))
-    return {"accuracy": accuracy, "seconds": time.perf_counter() - start}
+    end_iteration = resizer.end_iteration if resizer is not None else lambda: None
+    return accuracies(model, data, run.seed, run.epochs, end_iteration=end_iteration)
 
 
-def tabulate(results: dict[str, dict], epochs: int, seeds: int) -> None:
+def tabulate(results: dict[str, list[float]], epochs: int, seeds: int) -> None:
     """Mean and standard deviation over the seeds of the last epoch's accuracy, and the loss relative to the control."""
     groups: dict[tuple, list[float]] = {}
     for run in make_runs(epochs, seeds):
-        if run.key in results:
-            last = results[run.key]["accuracy"][-1]
-            for ranks in (2, 4) if run.rule == "none" else (run.ranks,):
-                groups.setdefault((ranks, run.form, run.rule, run.imputation), []).append(last)
+        for ranks in (2, 4) if run.rule == "none" else (run.ranks,):
+            groups.setdefault((ranks, run.form, run.rule, run.imputation), []).append(results[run.key][-1])
     rows = []
     for (ranks, form, rule, imputation), values in sorted(groups.items(), key=lambda item: item[0][0]):
         control = groups.get((ranks, "column", "none", "zero"), [float("nan")])
@@ -198,27 +155,9 @@ def tabulate(results: dict[str, dict], epochs: int, seeds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--results", type=Path, default=Path("runs/accuracy.json"))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=3)
-    arguments = parser.parse_args()
-    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
-    runs = make_runs(arguments.epochs, arguments.seeds)
-    arguments.results.parent.mkdir(parents=True, exist_ok=True)
-    with Progress() as progress, ProcessPoolExecutor(arguments.jobs) as pool:
-        task = progress.add_task("training", total=len(runs), completed=sum(run.key in results for run in runs))
-        futures = {pool.submit(train, run, arguments.data_dir): run for run in runs if run.key not in results}
-        for future in as_completed(futures):
-            run = futures[future]
-            results[run.key] = {**asdict(run), **future.result()}
-            partial = arguments.results.with_suffix(".partial")
-            partial.write_text(json.dumps(results, indent=1))
-            partial.replace(arguments.results)
-            progress.console.print(f"{run.key}: {results[run.key]['accuracy'][-1]:.1f} %")
-            progress.advance(task)
+    arguments = read_options(__doc__, data_dir="data/cifar10", jobs=os.cpu_count() or 1, epochs=5, seeds=3)
+    runs = {run.key: run for run in make_runs(arguments.epochs, arguments.seeds)}
+    results = train_all(runs, train, arguments.data_dir, Path("runs/accuracy.json"), arguments.jobs)
     tabulate(results, arguments.epochs, arguments.seeds)
 
 

@@ -2,38 +2,29 @@
 
 sudo python -m benchmarks.tensor_parallel.cpu_quota [--quota 0.25] [--rounds 8]
 
-Needs Linux, and write access to cgroups (version 1 or 2). The quota slows all work of rank 1, not only its products, so
-balancing cannot make it as fast as the other rank. The reachable time is computed from the work of each rank, measured
-without balancing under the same quota. For ``resize`` it is the slow rank's work outside the products plus the least
-part of its products that it may keep: (1 − γ_max) of its columns, or of the units of its blocks, but whole units and at
-least one. For ``auto``, which prunes nothing here, it is the fixed work of each rank and the optimal division of the
-work that can be moved. The time of communication without waiting is added to both. The models take turns.
+The quota slows all work of rank 1, not only its products, so balancing cannot make it as fast as the other rank. The
+reachable time is computed from the work of each rank, measured without balancing under the same quota. For ``resize``
+it is the slow rank's work outside the products plus the least part of its products that it may keep: (1 − γ_max) of its
+columns, or of the units of its blocks, but whole units and at least one. For ``auto``, which prunes nothing here, it is
+the fixed work of each rank and the optimal division of the work that can be moved. The time of communication without
+waiting is added to both. The models take turns.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from statistics import median
 
 import torch.distributed as dist
 
-from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from benchmarks.common import MODEL, Variant, print_table, quota_on, read_options, start_ranks, take_turns
 from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.report import IterationRecord, RankRecord, lossless_seconds
 from colossal_hetero.layers.workload import kept_count
-from colossal_hetero.testing.stragglers import cpu_quota
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quota", type=float, default=0.25)
-    parser.add_argument("--period-us", type=int, default=100_000)
-    parser.add_argument("--warmup", type=int, default=40, help="iterations in which modes may settle")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
-    parser.add_argument("--depth", type=int, default=MODEL["depth"], help="number of its blocks")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, quota=0.25, warmup=40, rounds=8, hidden=MODEL["embed_dim"], depth=MODEL["depth"])
     start_ranks(2)
     MODEL.update(embed_dim=arguments.hidden, depth=arguments.depth)
     variants = [
@@ -46,15 +37,8 @@ def main() -> None:
     for variant in [free, *variants]:
         variant.build()
     take_turns([free], warmup=4, rounds=3, block=4)
-    throttled = dist.get_rank() == 1
-    if throttled:
-        quota = cpu_quota(arguments.quota, arguments.period_us)
-        quota.__enter__()
-    try:
+    with quota_on(1, arguments.quota):
         take_turns(variants, warmup=arguments.warmup, rounds=arguments.rounds, block=4)
-    finally:
-        if throttled:
-            quota.__exit__(None, None, None)
     records = [variant.plugin.balancer.collect() or [] for variant in [free, *variants]]
     if dist.get_rank() != 0:
         return

@@ -9,11 +9,9 @@ first ones, in which a mode may still treat the rank as slow.
 
 from __future__ import annotations
 
-import argparse
-
 import torch.distributed as dist
 
-from benchmarks.common import MODEL, Variant, print_table, start_ranks
+from benchmarks.common import Variant, print_table, read_options, start_ranks
 from colossal_hetero import BalanceConfig
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.testing.stragglers import Stragglers
@@ -22,15 +20,8 @@ MODES = ("off", "off again", "resize", "migrate", "semi", "auto")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowdown", type=float, default=4.0)
-    parser.add_argument("--every", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", default=MODES, help="the others are compared with the first")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, slowdown=4.0, every=3, modes=MODES, rounds=6)
     start_ranks(2)
-    MODEL["embed_dim"] = arguments.hidden
     variants = []
     for mode in arguments.modes:
         config = BalanceConfig(mode=mode.split()[0])

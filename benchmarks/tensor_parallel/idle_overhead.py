@@ -1,6 +1,6 @@
 """The cost of balancing when no rank is slow: iteration time and peak memory relative to Colossal-AI's plugin.
 
-python -m benchmarks.tensor_parallel.idle_overhead [--rounds 12]
+python -m benchmarks.tensor_parallel.idle_overhead [--rounds 100] [--no-memory]
 
 Time: the variants take turns in the same two processes, iteration by iteration; the ratio is the median over the
 iterations of each one's ratio to that of the plain plugin in the same turn. The control is a second plain plugin.

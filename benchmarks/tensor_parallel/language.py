@@ -2,11 +2,11 @@
 
 sudo python -m benchmarks.tensor_parallel.language [--quota 0.25] [--rounds 6] [--models gpt2 llama]
 
-Needs Linux, and write access to cgroups. A GPT-2 with its usual dropout of 0.1 and a Llama, both with a vocabulary of
-8,192, are trained by two ranks on random tokens with a pattern. Each model is trained on the same batches with the same
-random numbers: without a quota, in modes ``off`` and ``auto``; and with rank 1 under the quota, in both modes in turn.
-Reported are the times, and the largest difference of a loss from the run without a quota in the same mode. Losses of
-the two modes differ if there is dropout, because ``auto`` draws other masks.
+A GPT-2 with its usual dropout of 0.1 and a Llama, both with a vocabulary of 8,192, are trained by two ranks on random
+tokens with a pattern. Each model is trained on the same batches with the same random numbers: without a quota, in modes
+``off`` and ``auto``; and with rank 1 under the quota, in both modes in turn. Reported are the times, and the largest
+difference of a loss from the run without a quota in the same mode. Losses of the two modes differ if there is dropout,
+because ``auto`` draws other masks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.common import Variant, print_table, start_ranks, take_turns
+from benchmarks.common import Variant, print_table, quota_on, read_options, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.testing.stragglers import cpu_quota
 
 # isort: split
 from colossalai.shardformer.layer.utils import Randomizer
@@ -29,6 +27,7 @@ from colossalai.shardformer.layer.utils import Randomizer
 VOCABULARY = 8192
 HIDDEN, DEPTH, HEADS = 384, 4, 8
 LONGEST_CONTEXT = 1024
+BLOCK = 4
 MODES = ("off", "auto")
 
 
@@ -84,46 +83,23 @@ def measure(make: Callable[[], torch.nn.Module], arguments: argparse.Namespace) 
     limited = [variant_of(mode, mode) for mode in MODES]
     for variant in (*free, *limited):
         variant.build()
-    iterations = arguments.warmup + arguments.rounds * (arguments.block + 1)
+    iterations = arguments.warmup + arguments.rounds * (BLOCK + 1)
     take_turns(free, warmup=iterations - 5, rounds=1, block=4)
-    throttled = dist.get_rank() == 1
-    if throttled:
-        quota = cpu_quota(arguments.quota)
-        quota.__enter__()
-    try:
-        take_turns(limited, warmup=arguments.warmup, rounds=arguments.rounds, block=arguments.block)
-    finally:
-        if throttled:
-            quota.__exit__(None, None, None)
+    with quota_on(1, arguments.quota):
+        take_turns(limited, warmup=arguments.warmup, rounds=arguments.rounds, block=BLOCK)
     rows = []
     for variant, reference in zip((*free, *limited), (*free, *free), strict=True):
         difference = max(abs(a - b) for a, b in zip(variant.losses, reference.losses, strict=True))
         records = variant.plugin.balancer.collect() or []
         migrated = f"{records[-1].ranks[1].migrated:.0%}" if records else ""
         seconds = variant.median_seconds
-        rows.append(
-            (
-                variant.name,
-                seconds,
-                seconds / limited[0].median_seconds,
-                migrated,
-                variant.losses[-1],
-                f"{difference:.1e}",
-            )
-        )
+        ratio = seconds / limited[0].median_seconds
+        rows.append((variant.name, seconds, ratio, migrated, variant.losses[-1], f"{difference:.1e}"))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quota", type=float, default=0.25)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--context", type=int, default=256, help=f"tokens of a piece, at most {LONGEST_CONTEXT}")
-    parser.add_argument("--warmup", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--block", type=int, default=4)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, quota=0.25, models=tuple(MODELS), batch_size=8, context=256, warmup=16, rounds=6)
     start_ranks(2)
     rows = [(name, *row) for name in arguments.models for row in measure(MODELS[name], arguments)]
     columns = ("model", "variant", "iteration [s]", "/ off", "migrated", "last loss", "largest difference")

@@ -1,6 +1,6 @@
 """Time of one resized layer or block, forward and backward, relative to Colossal-AI's dense layers.
 
-python -m benchmarks.tensor_parallel.layer [--rounds 15] [--dtype float32] [--device cpu]
+python -m benchmarks.tensor_parallel.layer [--rounds 15]
 
 The layer has M = 4160 rows, 2048 inputs and 1024 outputs; the block is an MLP with 1024 inputs and 2048 hidden
 neurons. The rank is alone in its group, so nothing is communicated. The times include the selection of columns or
@@ -9,15 +9,14 @@ units, once per iteration as in training.
 
 from __future__ import annotations
 
-import argparse
 import time
-from statistics import median
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.common import print_table, start_ranks  # prepares Colossal-AI
+from benchmarks.common import medians_in_turns, print_table, read_options, start_ranks  # prepares Colossal-AI
 from colossal_hetero.balance.pruning import make_selector
 from colossal_hetero.layers import HeteroLinear1D_Col, HeteroLinear1D_Row, Workload
 from colossal_hetero.layers.block import Block, BlockWorkload
@@ -31,103 +30,71 @@ ROWS, INPUTS, OUTPUTS = 4160, 2048, 1024
 BLOCK_INPUTS, HIDDEN = 1024, 2048
 RATIOS = (0.25, 0.5, 0.75, 0.9)
 RULES = ("random", "priority", "norm-product")
+Key = tuple[str, float]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    start_ranks(1)
-    where = {"dtype": getattr(torch, arguments.dtype), "device": arguments.device}
-    x = torch.randn(ROWS, INPUTS, **where).requires_grad_()
-    gradient = torch.randn(ROWS, OUTPUTS, **where)
+def make(cls: type, inputs: int, outputs: int) -> nn.Module:
+    return cls.from_native_module(nn.Linear(inputs, outputs), process_group=dist.group.WORLD)  # type: ignore[attr-defined]
 
-    def build(cls: type) -> nn.Module:
-        return cls.from_native_module(nn.Linear(INPUTS, OUTPUTS, **where), process_group=dist.group.WORLD)
 
-    layers: dict[tuple[str, float], nn.Module] = {
-        ("dense", 0.0): build(Linear1D_Col),
-        ("idle", 0.0): build(HeteroLinear1D_Col),
-    }
-    for rule in RULES:
-        for ratio in RATIOS:
-            layer = build(HeteroLinear1D_Col)
+def make_mlp(first: type, second: type) -> nn.Sequential:
+    return nn.Sequential(make(first, BLOCK_INPUTS, HIDDEN), nn.ReLU(), make(second, HIDDEN, BLOCK_INPUTS))
+
+
+def layers() -> Iterator[tuple[Key, nn.Module, Callable[[], None]]]:
+    """Layers by rule and ratio, and what begins an iteration."""
+    yield ("dense", 0.0), make(Linear1D_Col, INPUTS, OUTPUTS), lambda: None
+    for rule, ratio in [("idle", 0.0), *((rule, ratio) for rule in RULES for ratio in RATIOS)]:
+        layer = make(HeteroLinear1D_Col, INPUTS, OUTPUTS)
+        if ratio:
             layer.assign(Workload(prune=ratio, select=make_selector(rule, layer.matrix, seed=0)))
-            layers[rule, ratio] = layer
+        yield (rule, ratio), layer, layer.begin_iteration
 
-    def seconds(layer: nn.Module) -> float:
-        x.grad = layer.weight.grad = None
-        if isinstance(layer, HeteroLinear1D_Col):
-            layer.begin_iteration()
-        _synchronize(arguments.device)
-        start = time.perf_counter()
-        layer(x).backward(gradient)
-        _synchronize(arguments.device)
-        return time.perf_counter() - start
 
-    def build_block(pair: tuple[type, type]) -> nn.Sequential:
-        first, second = (nn.Linear(BLOCK_INPUTS, HIDDEN, **where), nn.Linear(HIDDEN, BLOCK_INPUTS, **where))
-        group = dist.group.WORLD
-        parts = (
-            cls.from_native_module(layer, process_group=group) for cls, layer in zip(pair, (first, second), strict=True)
-        )
-        return nn.Sequential(*parts).insert(1, nn.ReLU())
-
-    blocks: dict[tuple[str, float], nn.Sequential] = {
-        ("dense", 0.0): build_block((Linear1D_Col, Linear1D_Row)),
-        ("idle", 0.0): build_block((HeteroLinear1D_Col, HeteroLinear1D_Row)),
-    }
-    workloads: dict[tuple[str, float], Block] = {}
+def blocks() -> Iterator[tuple[Key, nn.Module, Callable[[], None]]]:
+    """MLPs by rule and ratio, and what begins an iteration."""
+    yield ("dense", 0.0), make_mlp(Linear1D_Col, Linear1D_Row), lambda: None
+    yield ("idle", 0.0), make_mlp(HeteroLinear1D_Col, HeteroLinear1D_Row), lambda: None
     for rule in RULES:
         for ratio in RATIOS:
-            mlp = build_block((HeteroLinear1D_Col, HeteroLinear1D_Row))
+            mlp = make_mlp(HeteroLinear1D_Col, HeteroLinear1D_Row)
             in_rows, in_columns = UnitPlace(0, 1, HIDDEN, 1), UnitPlace(1, 1, HIDDEN, 1)
             block = Block("mlp", [mlp[0]], mlp[2], [[in_rows, in_rows], [in_columns]], None, ())
             select = make_selector(rule, block.matrices[1], seed=0)
             block.assign(BlockWorkload(kept=kept_count(HIDDEN, ratio), select=select))
-            blocks[rule, ratio], workloads[rule, ratio] = mlp, block
-    block_x = torch.randn(ROWS, BLOCK_INPUTS, **where).requires_grad_()
-    block_gradient = torch.randn(ROWS, BLOCK_INPUTS, **where)
+            yield (rule, ratio), mlp, block.begin_iteration
 
-    def block_seconds(key: tuple[str, float]) -> float:
-        block_x.grad = None
-        blocks[key].zero_grad()
-        if key in workloads:
-            workloads[key].begin_iteration()
-        _synchronize(arguments.device)
+
+def timed(model: nn.Module, begin: Callable[[], None], inputs: int, outputs: int) -> Callable[[], float]:
+    x, gradient = torch.randn(ROWS, inputs).requires_grad_(), torch.randn(ROWS, outputs)
+
+    def seconds() -> float:
+        x.grad = None
+        model.zero_grad()
+        begin()
         start = time.perf_counter()
-        blocks[key](block_x).backward(block_gradient)
-        _synchronize(arguments.device)
+        model(x).backward(gradient)
         return time.perf_counter() - start
 
-    for title, measure, keys, room in (
-        ("One layer, columns", lambda key: seconds(layers[key]), list(layers), 0.08),
-        ("One block, units", block_seconds, list(blocks), 0.03),
+    return seconds
+
+
+def main() -> None:
+    arguments = read_options(__doc__, rounds=15)
+    start_ranks(1)
+    for title, models, sizes, room in (
+        ("One layer, columns", layers(), (INPUTS, OUTPUTS), 0.08),
+        ("One block, units", blocks(), (BLOCK_INPUTS, BLOCK_INPUTS), 0.03),
     ):
-        times: dict[tuple[str, float], list[float]] = {key: [] for key in keys}
-        for number in range(arguments.rounds + 2):
-            for key in keys:
-                taken = measure(key)
-                if number >= 2:
-                    times[key].append(taken)
-        medians = {key: median(values) for key, values in times.items()}
-        dense = medians["dense", 0.0]
-        rows = [("idle", 0.0, 1.0, medians["idle", 0.0] / dense, 1.02)]
-        rows += [
-            (rule, ratio, 1 - ratio, medians[rule, ratio] / dense, 1 - ratio + room)
-            for rule in RULES
-            for ratio in RATIOS
+        functions = {key: timed(model, begin, *sizes) for key, model, begin in models}
+        found = medians_in_turns(functions, arguments.rounds, warmup=2)
+        dense = found.pop(("dense", 0.0))
+        rows = [
+            (rule, ratio, 1 - ratio, seconds / dense, 1 - ratio + (room if ratio else 0.02))
+            for (rule, ratio), seconds in found.items()
         ]
-        where_text = f"{arguments.dtype} on {arguments.device}"
-        title = f"{title}, forward + backward, {where_text}; dense {dense * 1e3:.1f} ms"
+        title = f"{title}, forward + backward; dense {dense * 1e3:.1f} ms"
         print_table(title, ("chosen by", "ratio γ", "1 − γ", "time / dense", "aim ≤"), rows)
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

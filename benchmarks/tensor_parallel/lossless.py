@@ -10,10 +10,9 @@ All models take turns in the same two processes.
 
 from __future__ import annotations
 
-import argparse
 from statistics import median
 
-from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from benchmarks.common import MODEL, Variant, print_table, read_options, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.report import ideal_ratio
 from colossal_hetero.testing.stragglers import Stragglers
@@ -23,16 +22,11 @@ METHODS = ("block", "broadcast-reduce", "scatter-gather")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowdown", type=float, default=8.0)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
-    parser.add_argument("--heads", type=int, default=MODEL["num_heads"])
-    parser.add_argument("--micro-batches", type=int, default=1, help="that the loop accumulates gradients of")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__, slowdown=8.0, rounds=8, hidden=MODEL["embed_dim"], micro_batches=1, methods=METHODS
+    )
     start_ranks(2)
-    MODEL.update(embed_dim=arguments.hidden, num_heads=arguments.heads)
+    MODEL["embed_dim"] = arguments.hidden
     slow = Stragglers(slowdowns={1: arguments.slowdown})
     variants = [
         Variant("no straggler, off", BalanceConfig(mode="off")),

@@ -1,15 +1,14 @@
 """Iteration time and accuracy of every balance mode with the same straggler, in complete runs of the ViT example.
 
-python -m benchmarks.tensor_parallel.modes --data-dir DIR [--slowdown 8] [--epochs 2] [--seeds 3] [--results FILE.json]
+python -m benchmarks.tensor_parallel.modes --data-dir DIR [--epochs 2] [--seeds 3]
 
-DIR holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 does every product ``slowdown`` times. The
+DIR holds images as train/CLASS/* and test/CLASS/*. Two ranks; rank 1 does every product eight times. The
 control is the same training without a straggler. ``off`` with the straggler computes the same as the control, so it is
-only timed, for a few iterations. Finished runs are kept in the results file and not repeated.
+only timed, for a few iterations. Finished runs are kept in runs/modes.json and not repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,14 +17,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.common import print_table
+from benchmarks.common import print_table, read_options
+from colossal_hetero.common.files import write_json
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vit" / "train.py"
 MODEL = ["--hidden", "128", "--depth", "6", "--heads", "4", "--patch", "8", "--batch-size", "64", "--lr", "1e-3"]
 TIMED_ITERATIONS = 60
+SLOWDOWN = 8
+KEPT = Path("runs/modes.json")
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "off, no straggler": ("--balance", "off"),
@@ -39,12 +42,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 """The example's arguments for each variant."""
 
 
-def arguments_of(variant: str, options: argparse.Namespace, seed: int) -> list[str]:
+def arguments_of(variant: str, options: Any, seed: int) -> list[str]:
     """The example's arguments for a run."""
     line = [*VARIANTS[variant], *MODEL, "--data", "folder", "--data-dir", options.data_dir, "--seed", str(seed)]
     line += ["--epochs", str(options.epochs)]
     if variant != "off, no straggler":
-        line += ["--straggler", f"1:{options.slowdown:g}"]
+        line += ["--straggler", f"1:{SLOWDOWN}"]
     if variant == "off":
         line += ["--steps", str(TIMED_ITERATIONS)]
     return line
@@ -60,7 +63,7 @@ def train(arguments: Sequence[str]) -> dict:
         return json.loads(summary.read_text())
 
 
-def tabulate(results: dict[str, dict], options: argparse.Namespace) -> None:
+def tabulate(results: dict[str, dict], options: Any) -> None:
     """Accuracy as mean and standard deviation over the seeds, times as medians over them."""
     rows = []
     control: list[float] = []
@@ -88,24 +91,18 @@ def tabulate(results: dict[str, dict], options: argparse.Namespace) -> None:
             )
         )
     columns = ("mode", "iteration [ms]", "ratio", "resized", "migrated", "accuracy [%]", "loss", "seeds")
-    title = f"Slowdown {options.slowdown:g} on rank 1 of 2 (products repeated), {options.epochs} epochs"
+    title = f"Slowdown {SLOWDOWN} on rank 1 of 2 (products repeated), {options.epochs} epochs"
     print_table(title, columns, rows)
 
 
-def _key(variant: str, options: argparse.Namespace, seed: int) -> str:
-    return f"{variant}, slowdown {options.slowdown:g}, {options.epochs} epochs, seed {seed}"
+def _key(variant: str, options: Any, seed: int) -> str:
+    return f"{variant}, slowdown {SLOWDOWN}, {options.epochs} epochs, seed {seed}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-dir", required=True)
-    parser.add_argument("--slowdown", type=float, default=8.0)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=Path("runs/modes.json"))
-    options = parser.parse_args()
-    results = json.loads(options.results.read_text()) if options.results.exists() else {}
-    options.results.parent.mkdir(parents=True, exist_ok=True)
+    options = read_options(__doc__, data_dir="data/cifar10", epochs=2, seeds=3)
+    results = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
     runs = [(variant, seed) for seed in range(options.seeds) for variant in VARIANTS]
     with Progress() as progress:
         for variant, seed in progress.track(runs, description="training"):
@@ -113,9 +110,7 @@ def main() -> None:
             if key in results:
                 continue
             results[key] = train(arguments_of(variant, options, seed))
-            partial = options.results.with_suffix(".partial")
-            partial.write_text(json.dumps(results, indent=1))
-            partial.replace(options.results)
+            write_json(results, KEPT)
             progress.console.print(f"{key}: {results[key]['iteration_seconds']['median']:.3f} s per iteration")
     tabulate(results, options)
 

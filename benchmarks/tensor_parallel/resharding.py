@@ -3,19 +3,17 @@
 python -m benchmarks.tensor_parallel.resharding [--slowdown 4] [--rounds 20]
 sudo python -m benchmarks.tensor_parallel.resharding --quota 0.25
 
-Rank 1 of 2 computes its products ``slowdown`` times, or with ``--quota`` all of its process runs under a CPU quota
-(Linux cgroups, version 1 or 2). A first model, in mode ``auto``, decides how many units to move while it settles. Three
-others follow its plan: two that migrate in each iteration, of which one is the control, and one that gives the units
-away for good. A last one gives them away for good and decides by itself. Models take turns in the
-same two processes. A ratio is the median over rounds of a variant's time in the round divided by that of migrating.
+Rank 1 of 2 computes its products ``slowdown`` times, or with ``--quota`` all of its process runs under a CPU quota. A
+first model, in mode ``auto``, decides how many units to move while it settles. Three others follow its plan: two that
+migrate in each iteration, of which one is the control, and one that gives the units away for good. A last one gives
+them away for good and decides by itself. Models take turns in the same two processes. A ratio is the median over rounds
+of a variant's time in the round divided by that of migrating.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from statistics import fmean, median
 
@@ -23,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import common
-from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from benchmarks.common import MODEL, Variant, print_table, quota_on, read_options, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.testing.stragglers import Stragglers, cpu_quota
+from colossal_hetero.testing.stragglers import Stragglers
 
 NEVER = 10**9
 """So many iterations are never reached."""
@@ -61,15 +59,16 @@ def seconds_of_a_move(variant: Variant, repetitions: int = 5) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowdown", type=float, default=4.0)
-    parser.add_argument("--quota", type=float, default=None, help="share of a core for rank 1, instead of --slowdown")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=40, help="iterations in which plans may settle")
-    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
-    parser.add_argument("--depth", type=int, default=MODEL["depth"], help="number of its blocks")
-    parser.add_argument("--batch", type=int, default=common.BATCH, help="images, of 65 tokens each")
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        slowdown=4.0,
+        quota=float,
+        rounds=20,
+        warmup=40,
+        hidden=MODEL["embed_dim"],
+        depth=MODEL["depth"],
+        batch=common.BATCH,
+    )
     start_ranks(2)
     MODEL.update(embed_dim=arguments.hidden, depth=arguments.depth)
     common.BATCH = arguments.batch
@@ -89,8 +88,7 @@ def main() -> None:
     for variant in [free, deciding, *variants]:
         variant.build()
     take_turns([free], warmup=4, rounds=5, block=BLOCK)
-    is_slowed = arguments.quota is not None and dist.get_rank() == 1
-    with cpu_quota(arguments.quota) if is_slowed else nullcontext():
+    with quota_on(1, arguments.quota or 1.0):
         take_turns([deciding, variants[-1]], warmup=arguments.warmup, rounds=0, block=BLOCK)
         for variant in following:
             variant.plugin.balancer.follow(deciding.plugin.balancer.plan)

@@ -9,11 +9,9 @@ balancing, and with a straggler and resizing.
 
 from __future__ import annotations
 
-import argparse
-
 import torch.distributed as dist
 
-from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
+from benchmarks.common import Variant, print_table, read_options, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.testing.stragglers import Stragglers
@@ -44,13 +42,8 @@ def iterations_until(shares: list[float], precision: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowdown", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, slowdown=4.0, rounds=8)
     start_ranks(2)
-    MODEL["embed_dim"] = arguments.hidden
     slow = Stragglers(slowdowns={1: arguments.slowdown})
     resize = BalanceConfig(mode="resize")
     variants = [

@@ -10,18 +10,19 @@ balance. What is pruned: nothing.
 
 from __future__ import annotations
 
-import argparse
 from statistics import median
 
 import torch.distributed as dist
 
-from benchmarks.common import MODEL, Variant, print_table, start_ranks
+from benchmarks.common import MODEL, Variant, print_table, read_options, start_ranks
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.testing.stragglers import Stragglers
 
 SETTLED = 120
 """Iterations after which ``auto`` has chosen its division."""
+BLOCK = 4
+"""Iterations of a division at a time."""
 SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 
 
@@ -52,7 +53,7 @@ def candidates(chosen: tuple[tuple[int, int], ...], full: tuple[int, ...]) -> di
     return {name: shares_of(units, full) for units, name in found.items()}
 
 
-def measure(slowdown: float, rounds: int, block: int) -> None:
+def measure(slowdown: float, rounds: int) -> None:
     stragglers = Stragglers(slowdowns={1: slowdown})
     auto = Variant("auto", BalanceConfig(mode="auto"), stragglers)
     fixed = Variant("fixed", BalanceConfig(mode="migrate", warmup_iterations=10**9, measure_costs=False), stragglers)
@@ -76,11 +77,11 @@ def measure(slowdown: float, rounds: int, block: int) -> None:
             fixed.plugin.balancer.follow(each)
             dist.barrier()
             fixed.iterate()
-            seconds[name].extend(fixed.iterate() for _ in range(block))
+            seconds[name].extend(fixed.iterate() for _ in range(BLOCK))
         for other in (auto, off):
             dist.barrier()
             other.iterate()
-            other.seconds.extend(other.iterate() for _ in range(2 * block))
+            other.seconds.extend(other.iterate() for _ in range(2 * BLOCK))
     last = auto.plugin.balancer.plan.units or chosen
     medians = {name: median(values) for name, values in seconds.items()}
     best = min(medians, key=lambda name: medians[name])
@@ -96,17 +97,13 @@ def measure(slowdown: float, rounds: int, block: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slowdowns", type=float, nargs="+", default=[1.3, 2.0, 4.0, 8.0])
-    parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
-    parser.add_argument("--heads", type=int, default=MODEL["num_heads"], help="heads of all ranks together")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--block", type=int, default=4, help="iterations of a division at a time")
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__, slowdowns=(1.3, 2.0, 4.0, 8.0), hidden=MODEL["embed_dim"], heads=MODEL["num_heads"], rounds=6
+    )
     start_ranks(2)
     MODEL.update(embed_dim=arguments.hidden, num_heads=arguments.heads)
     for slowdown in arguments.slowdowns:
-        measure(slowdown, arguments.rounds, arguments.block)
+        measure(slowdown, arguments.rounds)
 
 
 if __name__ == "__main__":

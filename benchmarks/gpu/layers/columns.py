@@ -18,8 +18,7 @@ from colossal_hetero.layers.column_migration import BroadcastReduce, ColumnMigra
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.workload import IMPUTATIONS, kept_count
 
-from .parallel_layers import KINDS, OfRank, Problem, Sizes
-from .parity import Distances
+from .parallel_layers import KINDS, Distances, OfRank, Problem, Sizes
 
 __all__ = ["column_distances", "migrating_plan"]
 

@@ -20,8 +20,7 @@ from colossal_hetero.layers.unit_exchange import UnitExchange
 from colossal_hetero.layers.unit_layout import UnitPlace
 
 from .columns import PRUNED, migrating_plan
-from .parallel_layers import Sizes, native_layer, own_features
-from .parity import Distances, mean_distance
+from .parallel_layers import Distances, Sizes, mean_distance, native_layer, own_features
 
 __all__ = ["unit_distances"]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.common import take_turns
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, VitTraining, shape_for
@@ -77,19 +78,11 @@ def train(
         )
         for name, slowdowns in variants.items()
     }
-    seconds: dict[str, list[float]] = {name: [] for name in trainings}
-    for training in trainings.values():
-        for _ in range(amount.warmup):
-            training.iterate()
-    for _ in range(amount.rounds):
-        for name, training in trainings.items():
-            dist.barrier()
-            training.iterate()
-            seconds[name] += [training.iterate() for _ in range(amount.block)]
+    take_turns(list(trainings.values()), amount.warmup, amount.rounds, amount.block)
     outcomes = []
     for name, training in trainings.items():
         records = training.plugin.balancer.collect() or []
-        outcomes.append(_outcome(name, median(seconds[name]), training.losses[-1], records[amount.warmup // 2 :]))
+        outcomes.append(_outcome(name, training.median_seconds, training.losses[-1], records[amount.warmup // 2 :]))
     return outcomes
 
 

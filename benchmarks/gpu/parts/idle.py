@@ -12,6 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from benchmarks.common import take_turns
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, VitTraining, shape_for
@@ -31,22 +32,16 @@ SHAPES = {
 }
 
 
-def take_turns(device: torch.device, shape: Shape, rounds: int) -> list[tuple[str, float, float, float]]:
+def in_turns(device: torch.device, shape: Shape, rounds: int) -> list[tuple[str, float, float, float]]:
     """Of each variant: milliseconds of an iteration, the ratio to the first one in the same turn, migrated share."""
     trainings = {name: VitTraining(device, shape, balance) for name, balance in VARIANTS.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in trainings}
-    for number in range(rounds + 12):
-        for name, training in trainings.items():
-            dist.barrier()
-            taken = training.iterate()
-            if number >= 12:
-                seconds[name].append(taken)
-    first = seconds[next(iter(seconds))]
+    take_turns(list(trainings.values()), warmup=12, rounds=rounds, block=1)
+    first = trainings["Colossal-AI"].seconds
     found = []
     for name, training in trainings.items():
-        ratio = median(own / other for own, other in zip(seconds[name], first, strict=True))
+        ratio = median(own / other for own, other in zip(training.seconds, first, strict=True))
         plan = None if VARIANTS[name] is None else training.plugin.balancer.plan
-        found.append((name, 1e3 * median(seconds[name]), ratio, 0.0 if plan is None else sum(plan.migrate)))
+        found.append((name, 1e3 * training.median_seconds, ratio, 0.0 if plan is None else sum(plan.migrate)))
     return found
 
 
@@ -73,7 +68,7 @@ def slow_host() -> Iterator[None]:
 def one_slow(
     device: torch.device, shape: Shape, repeats: int, what: str, iterations: int
 ) -> list[tuple[str, float, float, float]]:
-    """As :func:`take_turns`, of "off" and "auto", while the last rank is slow: its host, or its GPU."""
+    """As :func:`in_turns`, of "off" and "auto", while the last rank is slow: its host, or its GPU."""
     slowest = dist.get_world_size() - 1
     of_gpu = {slowest: float(repeats)} if what == "GPU" else {}
     is_host = what == "host" and dist.get_rank() == slowest
@@ -94,7 +89,7 @@ def slow_rank(machine: Machine, shape: Shape, repeats: int, what: str, iteration
 
 
 def nobody_slow(machine: Machine, shape: Shape, rounds: int) -> list[Row]:
-    return _rows(run_ranks(machine, 2, take_turns, shape, rounds, seconds=420)[0])
+    return _rows(run_ranks(machine, 2, in_turns, shape, rounds, seconds=420)[0])
 
 
 def _rows(outcomes: list[tuple[str, float, float, float]]) -> list[Row]:
@@ -104,7 +99,7 @@ def _rows(outcomes: list[tuple[str, float, float, float]]) -> list[Row]:
 
 
 def cases(machine: Machine) -> Sequence[Case]:
-    rounds, iterations, gpus = (3, 4, 0) if machine.is_tiny else (100, 120, 2)
+    rounds, iterations, gpus = (3, 4, 0) if machine.is_tiny else (50, 120, 2)
     bound_by_launches = shape_for(machine, SHAPES["launch-bound"])
     bound_by_gpu = shape_for(machine, SHAPES["GPU-bound"])
     slow = partial(slow_rank, machine)

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from ..layers.columns import column_distances
-from ..layers.parallel_layers import Sizes
-from ..layers.parity import Distances
+from ..layers.parallel_layers import Distances, Sizes
 from ..layers.speed import LayerShape, speed_rows
 from ..layers.units import unit_distances
 from ..part import Case, Machine, Part, Row

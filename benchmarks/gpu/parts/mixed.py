@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+from benchmarks.common import take_turns
 
 # isort: split
 from colossalai.accelerator import get_accelerator
@@ -25,8 +25,9 @@ from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.parts.profile import Work, host_bytes_per_second, measure_layers, two_devices
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape
+from benchmarks.pipeline.trained import Trained
 from benchmarks.plans import price_ranks
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroZeroPlugin
 from colossal_hetero.cli.probe_ranks import measure_links
 from colossal_hetero.planner.batches.batch_profile import load_profile
 from colossal_hetero.planner.cluster.topology import MeasuredLink
@@ -50,7 +51,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Outcome:
     """What a rank reports; all report the same."""
 
     losses: list[float]
@@ -65,7 +66,7 @@ class Trained:
 # Data parallelism ----------------------------------------------------------------------------------------------------
 
 
-def train(device: torch.device, job: Job, stage: int, profile: str) -> Trained:
+def train(device: torch.device, job: Job, stage: int, profile: str) -> Outcome:
     """Train on batches that fit the speed of each rank, after measuring it, and measure the links."""
     torch.backends.cudnn.allow_tf32 = False  # for the loss, which is compared
     model = job.shape.build()
@@ -104,7 +105,7 @@ def train(device: torch.device, job: Job, stage: int, profile: str) -> Trained:
     ]
     shares = [share.samples for share in plugin.allocation.shares]
     pairs = [[pair] for pair in combinations(range(dist.get_world_size()), 2)]
-    return Trained(losses, seconds, shares, measure_links(pairs, "gloo", torch.device("cpu")))
+    return Outcome(losses, seconds, shares, measure_links(pairs, "gloo", torch.device("cpu")))
 
 
 def _data(job: Job) -> TensorDataset:
@@ -119,7 +120,7 @@ def data_parallel(machine: Machine, job: Job, devices: tuple[str, ...], stage: i
     """All devices, then the first alone, then those that remain when devices are dropped that do not pay."""
     with tempfile.TemporaryDirectory() as folder:
 
-        def run(ranks: Sequence[int]) -> tuple[Trained, Path]:
+        def run(ranks: Sequence[int]) -> tuple[Outcome, Path]:
             path = Path(folder) / f"{len(ranks)}.json"
             used = tuple(devices[rank] for rank in ranks)
             trained = run_ranks(
@@ -145,7 +146,7 @@ def data_parallel(machine: Machine, job: Job, devices: tuple[str, ...], stage: i
     ]
 
 
-def _row(what: str, trained: Trained, alone: Trained, note: str) -> Row:
+def _row(what: str, trained: Outcome, alone: Outcome, note: str) -> Row:
     difference = max(abs(a - b) / abs(b) for a, b in zip(trained.losses, alone.losses, strict=True))
     shares = ", ".join(map(str, trained.shares))
     return (
@@ -174,27 +175,9 @@ def train_pipeline(device: torch.device, work: Work) -> tuple[list[float] | None
     cuts = [(0, cut, profile.blocks) for cut in range(1, profile.blocks)]
     plans = [price_ranks(topology, profile, [[[0], [1]]], bounds=cut, **sizes) for cut in cuts]
     plan = min(plans, key=lambda each: each.iteration_seconds)
-    model: torch.nn.Module = work.shape.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    booster = Booster(plugin=HeteroHybridParallelPlugin(plan=plan, precision="fp32"))
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    batch = work.shape.samples(device, work.micro_batches)
-    losses: list[float] = []
-    begin = 0.0
-    for number in range(1 + work.iterations):
-        if number == 1:
-            begin = time.perf_counter()
-        loss = booster.execute_pipeline(iter([batch]), model, _loss, optimizer, return_loss=True)["loss"]
-        optimizer.step()
-        optimizer.zero_grad()
-        if loss is not None:
-            losses.append(loss.item())
-    dist.barrier()
-    return losses or None, (time.perf_counter() - begin) / work.iterations, list(plan.layers_per_stage)
-
-
-def _loss(outputs: torch.Tensor, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(outputs, batch[1])
+    run = Trained(plan, work.shape.build(), batch=work.shape.samples(device, work.micro_batches))
+    take_turns([run], 0, 1, work.iterations)
+    return run.losses or None, run.median_seconds, list(plan.layers_per_stage)
 
 
 def reference_losses(work: Work) -> list[float]:

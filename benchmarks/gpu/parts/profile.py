@@ -16,17 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+from benchmarks.common import take_turns
 
 # isort: split
 from colossalai.accelerator import get_accelerator
-from colossalai.booster import Booster
 
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, shape_for
+from benchmarks.pipeline.trained import Trained
 from benchmarks.plans import price_ranks, simple_plan
-from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.colossalai_support.gpu_over_gloo import support_gpus_over_gloo
 from colossal_hetero.layers.transport import Transport
@@ -73,28 +72,9 @@ def measure_layers(device: torch.device, work: Work, precision: str) -> ModelPro
 
 def train(device: torch.device, work: Work, plan: Plan, precision: str) -> float:
     """Median seconds of an iteration, with the optimizer's step."""
-    model: torch.nn.Module = work.shape.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    booster = Booster(plugin=HeteroHybridParallelPlugin(plan=plan, precision=precision))
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    batch = work.shape.samples(device, work.micro_batches)
-    seconds = []
-    for _ in range(2 + work.iterations):
-        dist.barrier()
-        get_accelerator().synchronize()
-        begin = time.perf_counter()
-        booster.execute_pipeline(iter([list(batch)]), model, _loss, optimizer, return_loss=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        get_accelerator().synchronize()
-        # An iteration ends when all ranks have finished it.
-        dist.barrier()
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds[2:])
-
-
-def _loss(outputs: torch.Tensor, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    return F.cross_entropy(outputs, batch[1])
+    run = Trained(plan, work.shape.build(), batch=work.shape.samples(device, work.micro_batches), precision=precision)
+    take_turns([run], 1, 1, work.iterations)
+    return run.median_seconds
 
 
 # One GPU -------------------------------------------------------------------------------------------------------------

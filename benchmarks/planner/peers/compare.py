@@ -16,7 +16,6 @@ fits in memory by our count and, where Sailor can count it, by Sailor's. Sailor 
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_markdown, print_table
+from benchmarks.common import print_markdown, print_table, read_options
 from benchmarks.planner.peers.simulator import SailorPrice, SailorSimulator, load_sailor, prepare_copy
 from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, Case, published_cases, read_published
 from colossal_hetero.planner.cost.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
@@ -239,12 +238,7 @@ def print_wins(cases: Sequence[Mapping[str, PricedPlan | str]], peers: Sequence[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
-    parser.add_argument("--plans", type=Path, default=PLANS, help="folder with plans of peers (default: %(default)s)")
-    parser.add_argument("--sailor", type=Path, help="checkout of Sailor's repository, for its simulator")
-    parser.add_argument("--clusters", type=int, default=len(CLUSTERS), help="the first so many clusters only")
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, data=DATA, plans=PLANS, sailor=Path, clusters=len(CLUSTERS))
     peers = load_peer_plans(arguments.plans)
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,6 @@ from tests.support.layer_checkpoints import save_steps
 from tests.support.paths import REPOSITORY
 from tests.support.simulated_layers import Model, SimulatedClock
 from tests.support.transcripts import missing_part, read_cases
-from tests.unit.benchmarks import test_sailor_tables as sailor
 from tests.unit.commands.test_plan_command import CLUSTER, PRICES
 from tests.unit.commands.test_plan_command import profile as planned_profile
 from tests.unit.data_parallel.test_progress import play
@@ -144,7 +143,7 @@ for each in MODULES:
 SETTINGS |= {name: getattr(colossal_hetero, name) for name in colossal_hetero.__all__} | vars(plans) | vars(machines)
 SETTINGS |= dict(elastic_plugin=elastic_plugin, elastic_environment=elastic_environment, stragglers=stragglers)
 SETTINGS |= dict(sampler=sampler, loader=loader, make_loader=make_loader, Stream=Stream, Endless=Endless)
-SETTINGS |= dict(play=play, groups=groups, measure_layers=measure_layers, sailor=sailor, adapt=adapt)
+SETTINGS |= dict(play=play, groups=groups, measure_layers=measure_layers, adapt=adapt)
 SETTINGS |= dict(batch_profile=batch_profile, layer_profile=layer_profile, inf=math.inf, nan=math.nan, np=np)
 SETTINGS |= dict(evaluate_layout=evaluate_layout, OPT_CLUSTER=load_cluster(EXAMPLES / "clusters/a100-v100.toml"))
 SETTINGS["OPT_350"] = layer_profiles.load_profile(EXAMPLES / "opt-350-a100-v100.json")

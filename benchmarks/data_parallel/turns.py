@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 from torch.utils.data import TensorDataset
 
-from benchmarks.common import BATCH  # noqa: F401  (prepares Colossal-AI for a CPU before anything of it is used)
+from benchmarks.common import Timed
 
 # isort: split
 from colossalai.booster import Booster
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
-
-__all__ = ["Turns", "digits", "make_model", "make_optimizer"]
 
 
 def digits() -> TensorDataset:
@@ -32,20 +28,11 @@ def digits() -> TensorDataset:
     return TensorDataset(images, torch.tensor(found.target))
 
 
-def make_model(hidden: int, depth: int, patch: int) -> nn.Module:
-    """A ViT for the digits, with the same weights on every call."""
-    torch.manual_seed(1)
-    return VisionTransformer(
-        img_size=32, patch_size=patch, embed_dim=hidden, depth=depth, num_heads=4, num_classes=10, class_token=False,
-        global_pool="avg",
-    )  # fmt: skip
-
-
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-class Turns:
+class Turns(Timed):
     """One of several models in training with data-parallel plugins that take turns.
 
     Args:
@@ -53,11 +40,11 @@ class Turns:
         plugin: a plugin of Colossal-AI or ours.
         model: the model, which is boosted here.
         data: the whole data set; each rank samples its part.
-        batch_size: samples per rank for Colossal-AI's plugins; None for ours, which choose it.
+        batch_size: samples per rank for Colossal-AI's plugins; without it for ours, which choose it.
     """
 
     def __init__(
-        self, name: str, plugin: DPPluginBase, model: nn.Module, data: TensorDataset, batch_size: int | None
+        self, name: str, plugin: DPPluginBase, model: nn.Module, data: TensorDataset, batch_size: int | None = None
     ) -> None:
         self.name = name
         self.plugin = plugin
@@ -86,7 +73,7 @@ class Turns:
         return self._loader.global_batches
 
     def iterate(self) -> float:
-        """Train until the next optimizer step. Returns the seconds."""
+        """Train until the next optimizer step."""
         start = time.perf_counter()
         is_last = False
         while not is_last:
@@ -96,10 +83,6 @@ class Turns:
             self._optimizer.step()
             self._optimizer.zero_grad()
         return time.perf_counter() - start
-
-    @property
-    def median_seconds(self) -> float:
-        return median(self.seconds)
 
     @property
     def division(self) -> str:
