@@ -1,6 +1,6 @@
 """How often the doctor is right: runs with one fault and without any, and what watching costs.
 
-    python -m benchmarks.doctor --write runs/doctor.md
+    python -m benchmarks.doctor [--repeats 3] [--healthy 20]
 
 60 runs with a fault (a CPU quota, a slow loader, a slow link, more work), on each of two ranks, under DDP, FSDP and
 Colossal-AI; 20 runs without a fault; and for what watching costs, a run of each in which it is switched on and off in
@@ -9,7 +9,6 @@ turn. Takes about 50 minutes. Slow links need root and ``ip``; quotas need writa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -23,10 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.common import print_table, read_options
 from benchmarks.doctor_script import WAYS
 from benchmarks.pipeline.namespaces import missing, nodes
 
@@ -129,36 +125,24 @@ def overhead(way: str, folder: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each fault, way and rank [3]")
-    parser.add_argument("--healthy", type=int, default=20, help="runs without a fault [20]")
-    parser.add_argument("--overhead", action=argparse.BooleanOptionalAction, default=True, help="measure what it costs")
-    parser.add_argument("--fault", choices=CAUSES, help="only runs with this fault")
-    parser.add_argument("--write", type=Path, help="also write the table to this file")
-    options = parser.parse_args()
+    options = read_options(__doc__, repeats=3, healthy=20, no_overhead=False)
     right: Counter[tuple[str, str]] = Counter()
     total: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory() as name:
         for run in runs(options.repeats, options.healthy):
-            if options.fault not in (None, run.fault) or (run.fault == "link" and missing()):
+            if run.fault == "link" and missing():
                 continue
             findings = train(run, Path(name))
             total[run.fault, run.way] += 1
             right[run.fault, run.way] += is_right(run, findings)
             verdict = "right" if is_right(run, findings) else "WRONG"
             print(f"{run.way}, {run.fault}, rank {run.slow}: {said(findings)}: {verdict}", flush=True)
-        ratios = [overhead(way, Path(name)) for way in WAYS if options.overhead]
+        ratios = [overhead(way, Path(name)) for way in WAYS if not options.no_overhead]
 
-    table = Table("fault", *WAYS, box=MARKDOWN)
-    for fault in CAUSES:
-        table.add_row(fault, *(f"{right[fault, way]} of {total[fault, way]}" for way in WAYS))
+    rows = [[fault, *(f"{right[fault, way]} of {total[fault, way]}" for way in WAYS)] for fault in CAUSES]
     if ratios:
-        table.add_row("watched / plain", *(f"{ratio:.4f}" for ratio in ratios))
-    Console().print(table)
-    if options.write is not None:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        with options.write.open("w", encoding="utf-8") as file:
-            Console(file=file, width=120).print(table)
+        rows.append(["watched / plain", *(f"{ratio:.4f}" for ratio in ratios)])
+    print_table("Runs whose most expensive finding is the fault", ["fault", *WAYS], rows)
 
 
 if __name__ == "__main__":

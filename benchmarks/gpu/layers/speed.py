@@ -1,4 +1,4 @@
-"""Time of a resized layer relative to the dense one: products over slices, over gathered columns, and over tiles."""
+"""Time of a resized layer relative to the dense one: products over slices and over gathered columns."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ ALLOWANCE = 0.03
 
 CALLS, LAUNCH_SECONDS = 3, 1e-3
 """Calls in one measurement, and more time than launching the kernels of one takes."""
-
-TILES = (64, 128)
-"""Widths of tiles, in columns."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,6 @@ def speed_rows(shape: LayerShape, device: torch.device, rounds: int) -> list[Row
         ways.append(_Way("slices", ratio, kept, _slices(shape, x, weight, dy, kept)))
         if not shape.is_column:
             ways.append(_Way("gathered columns", ratio, kept, _gathered(x, weight, dy, kept, generator)))
-            for tile in TILES:
-                count = max(round(kept / tile), 1)
-                ways.append(
-                    _Way(f"tiles of {tile}", ratio, count * tile, _tiles(x, weight, dy, tile, count, generator))
-                )
     runs = {"dense": _product(x, weight, dy)} | {way.title: way.run for way in ways}
     seconds = seconds_in_turns(runs, device, rounds=rounds, calls=CALLS, head_start_seconds=CALLS * LAUNCH_SECONDS)
     dense = seconds["dense"]
@@ -126,25 +118,3 @@ def _gathered(x: Tensor, weight: Tensor, dy: Tensor, kept: int, generator: torch
     """Single columns, anywhere, are copied next to each other, and their gradients back."""
     columns = torch.randperm(x.shape[1], generator=generator, device=x.device)[:kept].sort().values
     return _product(x, weight, dy, lineage=Lineage(columns, "zero", {}))
-
-
-def _tiles(
-    x: Tensor, weight: Tensor, dy: Tensor, tile: int, count: int, generator: torch.Generator
-) -> Callable[[], object]:
-    """The same with ``count`` tiles of adjacent columns, so that each copied piece is contiguous."""
-    chosen = torch.randperm(x.shape[1] // tile, generator=generator, device=x.device)[:count].sort().values
-
-    def gather(matrix: Tensor) -> Tensor:
-        return matrix.unflatten(1, (-1, tile)).index_select(1, chosen).flatten(1)
-
-    def spread(part: Tensor, like: Tensor) -> Tensor:
-        full = torch.zeros_like(like)
-        full.unflatten(1, (-1, tile)).index_copy_(1, chosen, part.unflatten(1, (-1, tile)))
-        return full
-
-    def run() -> Sequence[Tensor]:
-        x_kept, weight_kept = gather(x), gather(weight)
-        y = x_kept @ weight_kept.t()
-        return y, spread(dy @ weight_kept, x), spread(dy.t() @ x_kept, weight)
-
-    return run

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,18 +12,13 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from benchmarks.common import take_turns
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, VitTraining, shape_for
-from benchmarks.in_process import InProcessShard, shard_in_process
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.clock import make_clock
 from colossal_hetero.balance.report import IterationRecord, ideal_ratio, report
-from colossal_hetero.layers import Workload
 
 GIB = 2**30
 STRAGGLER = 1
@@ -157,97 +151,20 @@ def _row(outcome: Outcome, base: float, bound: float) -> Row:
     )
 
 
-# Shards in one process -----------------------------------------------------------------------------------------------
-
-
-def _repeating(times: int) -> Callable[[Callable[[], Tensor]], Tensor]:
-    def slow_down(product: Callable[[], Tensor]) -> Tensor:
-        for _ in range(times - 1):
-            product()
-        return product()
-
-    return slow_down
-
-
-def _first_columns(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    return torch.arange(count, device=x.device)
-
-
-def shards(machine: Machine, shape: Shape, ranks: int, iterations: int, slowdown: int) -> list[Row]:
-    """Train with all shards in one process, which computes them one after the other, and time each of them."""
-    rows: list[Row] = []
-    base = 0.0
-    fair = ranks / (ranks - 1 + 1 / slowdown)
-    for name, factor, prune in (
-        (NO_STRAGGLER, 1, 0.0),
-        ("off", slowdown, 0.0),
-        ("resize", slowdown, 1.0 - 1.0 / slowdown),
-    ):
-        others, products, loss = _train_shards(machine.device, shape, ranks, factor, prune, iterations)
-        seconds = others + max(products)
-        if name == NO_STRAGGLER:
-            base = seconds
-            bound = others + fair * max(products)
-        cells = (f"{seconds * 1e3:.1f}", f"{seconds / base:.2f}", f"{seconds / bound:.3f}")
-        rows.append((name, *cells, f"{prune:.0%}", "0%", f"{loss:.5f}", "nothing is sent"))
-    return rows
-
-
-def _train_shards(
-    device: torch.device, shape: Shape, ranks: int, slowdown: int, prune: float, iterations: int
-) -> tuple[float, list[float], float]:
-    """Median seconds of an iteration outside products, those of the products of each shard, and the last loss."""
-    model = shape.build().to(device)
-    of_ranks = shard_in_process(model, ranks)
-    clocks = [make_clock(device) for _ in range(ranks)]
-    for shards_of_rank, clock in zip(of_ranks, clocks, strict=True):
-        for shard in shards_of_rank.values():
-            shard.clock = clock
-    straggler: Sequence[InProcessShard] = list(of_ranks[STRAGGLER].values())
-    for shard in straggler:
-        shard.slow_down = _repeating(slowdown)
-        if prune:
-            shard.assign(Workload(prune=prune, select=_first_columns))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    images, labels = shape.samples(device)
-    others, products = [], []
-    for _ in range(2 + iterations):
-        begin = time.perf_counter()
-        for clock in clocks:
-            clock.start()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        for clock in clocks:
-            clock.stop()
-        optimizer.step()
-        optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        elapsed = time.perf_counter() - begin
-        spent = [clock.read()[-1].matmul_seconds for clock in clocks]
-        products.append(spent)
-        others.append(elapsed - sum(spent))
-    return median(others[2:]), [median(column) for column in zip(*products[2:], strict=True)], loss.item()
-
-
 # The part ------------------------------------------------------------------------------------------------------------
 
 
 def cases(machine: Machine) -> Sequence[Case]:
     shape = shape_for(machine, Shape(width=512, depth=2, heads=8, image=128, patch=16, batch=32))
-    whole = shape_for(machine, Shape(width=2048, depth=4, heads=16, image=224, patch=16, batch=16))
     amount = Amount(repeats=192, warmup=12, rounds=2, block=3, measures_costs=True)
-    ranks, iterations = 8, 10
     slowdowns: tuple[int, ...] = (2, 4)
     if machine.is_tiny:
         amount = Amount(repeats=1, warmup=2, rounds=1, block=1, measures_costs=False)
-        ranks, iterations, slowdowns = 2, 1, (4,)
+        slowdowns = (4,)
     in_turns = partial(repeated, machine, shape, amount)
-    in_process = partial(shards, machine, whole, ranks, iterations)
     return [
         *(Case(f"two ranks, χ = {each}", partial(in_turns, each), 8 * GIB) for each in slowdowns),
         Case("two ranks, a busy process on the GPU of rank 1", partial(busy_gpu, machine, shape, amount), 8 * GIB),
-        *(Case(f"{ranks} shards in a process, χ = {each}", partial(in_process, each), 8 * GIB) for each in slowdowns),
     ]
 
 
@@ -262,10 +179,6 @@ e/(e − 1 + 1/χ) times as long. This also holds on a shared GPU, which slows b
 
 *A busy process* computes on the GPU of rank 1. With one GPU it slows both ranks, so that `auto` must do nothing; with
 two it makes a straggler. Bound: the best division of the measured work.
-
-*Shards in a process* are computed one after the other by the same layers and timed by the same clocks, so that they
-never share the GPU. Nothing is sent; an iteration counts the time outside products and the products of the slowest
-shard. Without migration only `resize` can help.
 """,
     columns=("case", "mode", "iteration [ms]", "/ no straggler", "/ bound", "resized", "migrated", "loss", "note"),
     cases=cases,

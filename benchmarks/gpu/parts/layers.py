@@ -27,9 +27,7 @@ ranks have 1.6 in a row-parallel layer: two products, their sum and the bias are
 *Speed.* Forward product, dX and dW of one layer with 8192 rows in bf16, in turns with the dense layer; the median time
 relative to that of the dense layer. The host launches ahead, so that its time does not count. γ is the pruned share.
 *Slices* are what the package computes for units that are next to each other, with gradients of the weight at full size;
-the aim is 1 − γ + 0.03. *Gathered columns* are what it computes for single columns anywhere. *Tiles* are 64 or 128
-adjacent columns, copied to one place before the products. A kernel that reads tiles in place would save these copies,
-and then at best take as long as slices. So it could only pay if slices stayed 5 % above 1 − γ.
+the aim is 1 − γ + 0.03. *Gathered columns* are what it computes for single columns anywhere.
 """
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
