@@ -56,6 +56,7 @@ def demonstrate(options: ElasticOptions, quiet: bool = False) -> dict[str, Any]:
     Raises:
         JobFailed: a node has failed.
     """
+    from examples.elastic.reference import Undisturbed, make_files
     from examples.elastic.report import ElasticReport
 
     with tempfile.TemporaryDirectory(prefix="elastic_") as name, ElasticReport(options, quiet) as report:
@@ -63,33 +64,11 @@ def demonstrate(options: ElasticOptions, quiet: bool = False) -> dict[str, Any]:
         for part in ("trace", "output", "checkpoints"):
             (folder / part).mkdir()
         begin = time.monotonic()
-        measure(options, folder)
-        report.say(f"Layers measured in one process ({time.monotonic() - begin:.1f} s)")
-        undisturbed = make_undisturbed(options)
+        make_files(options, folder / "cluster.toml", folder / "profile.json")
+        report.line(f"Layers measured in one process ({time.monotonic() - begin:.1f} s)")
+        undisturbed = Undisturbed(options)
         history = run_job(options, folder, undisturbed.steps_per_epoch * options.epochs, report)
         return report.finish(history, compare(options, folder, history, undisturbed, report))
-
-
-def measure(options: ElasticOptions, folder: Path) -> None:
-    """Write the cluster file and the profile, in a process of its own."""
-    import multiprocessing
-
-    from examples.elastic.reference import make_files
-
-    arguments = (options, folder / "cluster.toml", folder / "profile.json")
-    process = multiprocessing.get_context("spawn").Process(target=make_files, args=arguments, daemon=True)
-    on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, this process ends the other one
-    process.start()
-    signal.signal(signal.SIGINT, on_interrupt)
-    process.join()
-    if process.exitcode:
-        raise JobFailed(f"measuring the layers failed with status {process.exitcode}; see above")
-
-
-def make_undisturbed(options: ElasticOptions) -> Any:
-    from examples.elastic.reference import Undisturbed
-
-    return Undisturbed(options)
 
 
 def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> Any:
@@ -108,7 +87,7 @@ def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> A
         [],
     )
     with Nodes(script, folder / "output") as nodes:
-        report.say(f"{len(options.first_nodes)} nodes start: {', '.join(options.first_nodes)}")
+        report.line(f"{len(options.first_nodes)} nodes start: {', '.join(options.first_nodes)}")
         for node in options.first_nodes:
             nodes.start(node)
         report.begin("elastic", steps)
@@ -118,7 +97,7 @@ def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> A
             history.add(trace.new())
             for step in history.restarts[restarts:]:
                 shown = [change for change in shown if change.step < step]
-                report.say(f"No member is left that holds some layer: all start again after step {step}")
+                report.line(f"No member is left that holds some layer: all start again after step {step}")
             report.progress(history.newest_step, f"{history.members or 'no'} members")
             complete = history.nodes.issuperset(options.first_nodes)
             for action in [action for action in pending if complete and action.step <= history.newest_step]:
@@ -126,10 +105,12 @@ def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> A
                 do = {"kill": nodes.kill, "leave": nodes.warn, "join": nodes.start}[action.kind]
                 do(action.node)
                 words = {"kill": "killed (kill -9)", "leave": "warned (SIGTERM)", "join": "started"}[action.kind]
-                report.say(f"step {history.newest_step}: {action.node} {words}")
+                report.line(f"step {history.newest_step}: {action.node} {words}")
             for change in history.changes()[len(shown) :]:
                 shown.append(change)
-                report.say(f"step {change.step}: {change.before} → {change.after} members, {change.why}: {change.plan}")
+                report.line(
+                    f"step {change.step}: {change.before} → {change.after} members, {change.why}: {change.plan}"
+                )
             for node, status in nodes.failed().items():
                 last = "\n".join(nodes.output(node).read_text(errors="replace").splitlines()[-20:])
                 raise JobFailed(f"{node} ended with status {status}; its last lines:\n{last}")

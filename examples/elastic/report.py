@@ -199,10 +199,6 @@ class ElasticReport(Terminal):
         super().__init__(not quiet, "{task.description}", "{task.fields[state]}")
         self._options = options
 
-    def say(self, text: str) -> None:
-        """Print a line."""
-        self._console.print(text, markup=False)
-
     def begin(self, what: str, steps: int | None) -> None:
         """Show the progress of training from now on."""
         self._task = self._progress.add_task(what, total=steps, state="")
@@ -220,12 +216,12 @@ class ElasticReport(Terminal):
         """Print the table and write the files; the summary."""
         changes = history.changes()
         self._console.print(_table(changes))
-        self.say(
+        self.line(
             f"Largest difference from the undisturbed run: losses {comparison.loss_difference:.1e} "
             f"({comparison.losses_compared} of {history.newest_step} steps), "
             f"parameters {comparison.parameter_difference:.1e}."
         )
-        self.say(
+        self.line(
             f"Accuracy on held-out images: {comparison.accuracy:.1%}, "
             f"undisturbed {comparison.undisturbed_accuracy:.1%}."
         )

@@ -185,13 +185,9 @@ SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-b
 def test_rank_0_is_killed(tmp_path, monkeypatch):
     """The job ends with the parameters of training that nothing has happened to."""
 
-    def measure_here(options, folder: Path) -> None:  # no further process, which would import everything again
-        reference.make_files(options, folder / "cluster.toml", folder / "profile.json")
-
     def start_forked(command, variables, **streams) -> ForkedPopen:
         return ForkedPopen(command, os.environ | variables, **streams)
 
-    monkeypatch.setattr(demo, "measure", measure_here)
     monkeypatch.setattr(nodes, "_start", start_forked)
     monkeypatch.setattr(reference, "MIN_SECONDS", 0.0)
     monkeypatch.chdir(REPOSITORY)
