@@ -71,12 +71,12 @@ test-thorough: install
 # A second environment without Colossal-AI's pins, and the tests that are the same there.
 NEWEST := .venv-newest
 NEWEST_TESTS := tests/unit $(addprefix tests/parallel/,layers cpu checkpoint profiling $(addsuffix .py,\
-	$(addprefix balance/test_,checkpoints model_copies pretest reports resharding seen_blocks work_times) \
-	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run recomputation transformers_policy unsummed_steps) \
-	elastic/test_membership plugin/overlap/test_overlapped_optimizer plugin/zero/test_optimizer_checkpoints))
+	$(addprefix balance/test_,checkpoints reports resharding seen_blocks work_times) \
+	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run transformers_policy) \
+	elastic/test_membership plugin/overlap/test_overlapped_optimizer plugin/zero/test_training_scripts))
 # These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import.
-NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_dropout_and_compile layers/test_language_head \
-	layers/test_partial_gradients layers/test_refusals layers/test_sequence_parallelism)
+NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_language_models \
+	layers/test_partial_gradients layers/test_torch_features)
 
 $(NEWEST)/.installed: colossal_hetero/newest.txt
 	$(PYTHON) -m venv $(NEWEST)

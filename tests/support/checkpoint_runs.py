@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
 from colossal_hetero.checkpoint.held_pieces import pieces_of
+from colossal_hetero.checkpoint.layer_checkpoint import Start
 from colossal_hetero.checkpoint.model_outline import ModelOutline, outline_of
 from colossal_hetero.checkpoint.optimizer_memory import state_entries
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece
@@ -49,6 +50,13 @@ class Run:
     @property
     def pieces(self) -> list[TensorPiece]:
         return pieces_of(self.model, self.optimizer, self.outline)
+
+    def save(self, step: int) -> None:
+        self.plugin.save(self.model, self.optimizer, step=step)
+        self.plugin.wait_for_saves()
+
+    def resume(self) -> Start:
+        return self.plugin.resume(self.model, self.optimizer)
 
 
 def boosted(name: str, plugin: Any, make_optimizer: Callable[[nn.Module], Optimizer] = adamw, **options: Any) -> Run:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -179,7 +180,6 @@ def train(
     accumulation: int = 1,
     same_batch: bool = False,
     each: Callable[[int], None] = lambda iteration: None,
-    no_sync: bool = True,
 ) -> Trained:
     """Continue ``run``; ``each`` is called with the number of the iteration after its step."""
     plugin, model, optimizer = run.plugin, run.model, run.optimizer
@@ -188,15 +188,11 @@ def train(
         total: float | None = None
         for micro in range(accumulation):
             images, labels = batch(0 if same_batch else accumulation * iteration + micro, replica)
-            synchronized = not no_sync or micro == accumulation - 1
+            synchronized = micro == accumulation - 1
             with nullcontext() if synchronized else run.booster.no_sync(model, optimizer):
                 if plugin.pp_size > 1:
                     loss = run.booster.execute_pipeline(
-                        iter([(images, labels)]),
-                        model,
-                        by_labels,
-                        optimizer,
-                        return_loss=True,
+                        iter([(images, labels)]), model, by_labels, optimizer, return_loss=True
                     )["loss"]
                 else:
                     loss = loss_of(model(images), labels) / accumulation
@@ -263,3 +259,29 @@ def zero_plugin(stage: int | str, global_batch_size: int, **options: Any) -> Het
     names = {each.name for each in dataclasses.fields(BatchConfig)} & options.keys()
     settings = {name: value for name in names if (value := options.pop(name)) is not None}
     return HeteroZeroPlugin(stage, batches=BatchConfig(global_batch_size=global_batch_size, **settings), **options)
+
+
+def save_checkpoint(run: Trained, folder: Path, sharded: bool) -> None:
+    """All ranks save the model and the optimizer in ``folder``, which rank 0 makes."""
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    run.booster.save_model(run.model, str(folder / ("model" if sharded else "model.pt")), shard=sharded)
+    run.booster.save_optimizer(run.optimizer, str(folder / ("optimizer" if sharded else "optimizer.pt")), shard=sharded)
+    dist.barrier()
+
+
+def load_checkpoint(run: Trained, folder: Path, sharded: bool) -> Trained:
+    """Load what :func:`save_checkpoint` saved into the model and the optimizer of ``run``; returns ``run``."""
+    run.booster.load_model(run.model, str(folder / ("model" if sharded else "model.pt")))
+    run.booster.load_optimizer(run.optimizer, str(folder / ("optimizer" if sharded else "optimizer.pt")))
+    return run
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights in a sharded checkpoint."""
+    return {
+        name: tensor
+        for part in sorted(folder.glob("*.bin"))
+        for name, tensor in torch.load(part, weights_only=True).items()
+    }

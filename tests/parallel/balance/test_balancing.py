@@ -20,20 +20,9 @@ from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED, MEASURED_EVERY
 from colossal_hetero.balance.clock import CpuClock
 from colossal_hetero.layers import hetero_layers
+from tests.support import training
 from tests.support.checks import of_all_ranks, on
-from tests.support.training import (
-    ScriptedClock,
-    Trained,
-    assert_same_parameters,
-    batch,
-    boost,
-    loss_of,
-    ours,
-    scripted,
-    theirs,
-    tiny_vit,
-    train,
-)
+from tests.support.training import ScriptedClock, Trained, batch, boost, loss_of, ours, scripted, tiny_vit, train
 
 
 def resizing(**rules: Any) -> BalanceConfig:
@@ -161,21 +150,6 @@ def an_overflow_is_not_imputed_in_later_iterations() -> None:
 
 
 @on(2)
-def mode_off_and_max_resize_0_never_prune() -> None:
-    expected = train(boost(theirs(tp_size=2)), 8)
-    for balance in (BalanceConfig(mode="off"), BalanceConfig(mode="resize", max_resize=0.0)):
-        with scripted(always(1)):
-            run = train(boost(ours(balance, tp_size=2)), 8)
-        assert set(run.plans) == {(0.0, 0.0)}, balance
-        assert run.losses == expected.losses
-        assert_same_parameters(run.parameters, expected.parameters, str(balance))
-        records = run.plugin.balancer.collect()
-        if records is not None:
-            # Mode "off" still measures, so that a report can show what balancing would have saved.
-            assert all(r.ranks[1].work_seconds > 3 * r.ranks[0].work_seconds for r in records)
-
-
-@on(2)
 def activation_checkpointing_changes_nothing() -> None:
     runs = []
     for reentrant in (None, False, True):
@@ -189,7 +163,7 @@ def activation_checkpointing_changes_nothing() -> None:
     assert plain.plans[-1] == (pytest.approx(RATIO), 0.0)
     for run in checkpointed:
         assert (run.plans, run.losses) == (plain.plans, plain.losses)
-        assert_same_parameters(run.parameters, plain.parameters, "checkpointed")
+        training.assert_same_parameters(run.parameters, plain.parameters, "checkpointed")
 
 
 @on(2)
@@ -212,7 +186,7 @@ def a_straggler_is_found_while_an_overflow_skips_steps() -> None:
 @on(2)
 def mode_off_measures_only_some_iterations() -> None:
     iterations = ALWAYS_MEASURED + MEASURED_EVERY + 1
-    expected = train(boost(theirs(tp_size=2), tiny_vit(depth=1)), iterations)
+    expected = train(boost(training.theirs(tp_size=2), tiny_vit(depth=1)), iterations)
     run, marks, mark = boost(ours(tp_size=2), tiny_vit(depth=1)), [0], CpuClock.mark
 
     def count_and_mark(clock: CpuClock, *args: Any) -> None:
@@ -225,7 +199,7 @@ def mode_off_measures_only_some_iterations() -> None:
     # Without a clock a layer runs the code of Colossal-AI's, with the same result.
     assert [number for number, count in enumerate(marks) if count] == measured
     assert run.losses == expected.losses
-    assert_same_parameters(run.parameters, expected.parameters, "sampled")
+    training.assert_same_parameters(run.parameters, expected.parameters, "sampled")
     records = run.plugin.balancer.collect()
     assert records is None or [record.iteration for record in records] == measured
 

@@ -21,44 +21,20 @@ from colossal_hetero.checkpoint.optimizer_memory import masters_of
 from colossal_hetero.layers import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.parallel.balance.test_reports import sentences
-from tests.support.checkpoints import read_weights
-from tests.support.checks import of_all_ranks, on
-from tests.support.harness import errors_of_the_others, run_ranks
+from tests.support import training, uneven_runs
+from tests.support.checks import if_thorough, of_all_ranks, on
+from tests.support.harness import errors_of_the_others
 from tests.support.migration_runs import draw_by_unit, give, migrate
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import (
-    SlowdownScript,
-    Trained,
-    batch,
-    boost,
-    by_labels,
-    ours,
-    pipeline_step,
-    scripted,
-    tiny_vit,
-)
-from tests.support.uneven_runs import (
-    MAX_NORM,
-    STEPS,
-    adamw,
-    config,
-    exact_norms,
-    largest_difference,
-    loss_of,
-    relieved_run,
-    small_vit,
-    train,
-    train_alone,
-    train_in_parts,
-    uneven_run,
-)
+from tests.support.training import Trained, batch, boost, by_labels, ours, read_weights, scripted, tiny_vit
+from tests.support.uneven_runs import STEPS, adamw, config, relieved_run, small_vit, train, train_alone, uneven_run
 
 AFTER = 2  # iterations in which a rank is relieved before its units are permanently re-sharded
 FASTER, RECOVERY, LAST = 6, 13, 19
 """The iterations in which the slow rank becomes faster, and as fast as the others again."""
 
 
-def slow_until_recovery(straggler: int) -> SlowdownScript:
+def slow_until_recovery(straggler: int) -> training.SlowdownScript:
     """The straggler is slow, and the other ranks differ a little; later the next rank becomes slow, if there are more
     than two."""
 
@@ -77,14 +53,16 @@ def slow_until_recovery(straggler: int) -> SlowdownScript:
 def evaluate(model: nn.Module) -> float:
     model.eval()
     with torch.no_grad():
-        loss = loss_of(model, LAST).item()
+        loss = uneven_runs.loss_of(model, LAST).item()
     model.train()
     return loss
 
 
 def _train_with_a_straggler(folder: Path, straggler: int) -> dict[str, Any]:
     with scripted(slow_until_recovery(straggler)):
-        plugin = ours(migrate("block", reshard_after=AFTER), tp_size=dist.get_world_size(), max_norm=MAX_NORM)
+        plugin = ours(
+            migrate("block", reshard_after=AFTER), tp_size=dist.get_world_size(), max_norm=uneven_runs.MAX_NORM
+        )
         run = boost(plugin, small_vit(), adamw)
     balancer, weight = run.plugin.balancer, run.model.unwrap().blocks[0].mlp.fc1.weight
     sent, widths = [], []
@@ -107,16 +85,15 @@ def _train_with_a_straggler(folder: Path, straggler: int) -> dict[str, Any]:
     return dict(widths=widths, sent=sent, losses=[*run.losses, evaluated, evaluate(run.model)])
 
 
-def _with_each_straggler(folder: Path) -> list[dict[str, Any]]:
-    return [_train_with_a_straggler(folder, rank) for rank in range(dist.get_world_size())]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4] if IS_THOROUGH else [2, 3])
-def test_training_is_that_of_the_unsharded_model_in_one_process(ranks: int, tmp_path: Path) -> None:
-    expected = {"uneven": train_alone(RECOVERY)[0], "even": train_alone(LAST)[0]}
+@on(2)
+@on(3)
+@if_thorough(4)
+def training_is_that_of_the_unsharded_model_in_one_process(folder: Path) -> None:
+    ranks, expected = dist.get_world_size(), {"uneven": train_alone(RECOVERY)[0], "even": train_alone(LAST)[0]}
     losses = [*train_alone(LAST)[1], *map(evaluate, expected.values())]
     even = 60 // ranks
-    for straggler, found in enumerate(zip(*run_ranks(ranks, _with_each_straggler, tmp_path), strict=True)):
+    for straggler in range(ranks):
+        found = of_all_ranks(_train_with_a_straggler(folder, straggler))
         held, later = ([of_rank["widths"][step - 1] for of_rank in found] for step in (FASTER, RECOVERY))
         assert sum(held) == 60 and held[straggler] < even < max(held)
         assert ranks == 2 or len({*held[:straggler], *held[straggler + 1 :]}) > 1, held
@@ -132,8 +109,8 @@ def test_training_is_that_of_the_unsharded_model_in_one_process(ranks: int, tmp_
             assert rank != straggler or max(of_rank["sent"]) > 0, where
             assert of_rank["sent"][FASTER - 1] == of_rank["sent"][RECOVERY - 1] == 0, f"{where}: {of_rank['sent']}"
         for name, model in expected.items():
-            weights = read_weights(tmp_path / f"{name}-{straggler}")
-            assert largest_difference(weights, model.state_dict()) <= 1e-10, f"{name}, {straggler}"
+            weights = read_weights(folder / f"{name}-{straggler}")
+            assert uneven_runs.largest_difference(weights, model.state_dict()) <= 1e-10, f"{name}, {straggler}"
 
 
 KINDS: dict[type[Optimizer], dict[str, Any]] = {
@@ -258,7 +235,9 @@ def _trained(case: Several, booster: Booster | None = None, straggler: int = 0) 
         for parameter in added:
             parameter.grad = None
 
-    losses = train_in_parts(model, optimizers, backward, 4, before={1: forget, 2: lambda: (forget(), add())})
+    losses = uneven_runs.train_in_parts(
+        model, optimizers, backward, 4, before={1: forget, 2: lambda: (forget(), add())}
+    )
     return model, optimizers, losses
 
 
@@ -303,7 +282,7 @@ def a_model_is_boosted_before_its_optimizer(folder: Path) -> None:
     booster = Booster(plugin=ours(config(), tp_size=2))
     model, *_ = booster.boost(small_vit())
     model, optimizer, *_ = booster.boost(model, adamw_of(list(model.parameters())))
-    booster.backward(loss_of(model, 0), optimizer)
+    booster.backward(uneven_runs.loss_of(model, 0), optimizer)
     optimizer.step()
     _assert_saved_whole(booster, optimizer, folder / "first", list(small_vit().parameters()), "exp_avg")
 
@@ -323,7 +302,7 @@ def what_cannot_be_boosted_is_refused() -> None:
     assert booster.boost(boosted, adamw_of(rest))[0] is boosted
     assert booster.plugin.balancer is balancer
     give(booster.plugin, 1)
-    train_in_parts(boosted, [optimizer], partial(booster.backward, optimizer=optimizer), 4)
+    uneven_runs.train_in_parts(boosted, [optimizer], partial(booster.backward, optimizer=optimizer), 4)
     assert balancer.has_resharded
     words = r"permanently re-sharded, and now OtherSGD is not known.* before the first step"
     with pytest.raises(ValueError, match=words):
@@ -354,11 +333,11 @@ def deep_vit() -> nn.Module:
 
 @on(4)
 def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
-    run = relieved_run(1, deep_vit(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
+    run = relieved_run(1, deep_vit(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=uneven_runs.MAX_NORM)
     for step in range(4):
         images, labels = batch(step)
-        with exact_norms():
-            loss = pipeline_step(run, iter([(images.double(), labels)]), in_double)
+        with uneven_runs.exact_norms():
+            loss = training.pipeline_step(run, iter([(images.double(), labels)]), in_double)
         run.losses += [] if loss is None else [loss]
         if step == 1:
             # The first stage has moved units, and the second one has not.
@@ -373,7 +352,7 @@ def a_pipeline_whose_stages_move_units_at_other_times(folder: Path) -> None:
     dist.barrier()
     for steps in (2, 4):
         expected = train_alone(steps, make_model=deep_vit)[0].state_dict()
-        assert largest_difference(read_weights(folder / str(steps)), expected) <= 1e-10, steps
+        assert uneven_runs.largest_difference(read_weights(folder / str(steps)), expected) <= 1e-10, steps
 
 
 def in_double(outputs: Tensor, inputs: Any) -> Tensor:

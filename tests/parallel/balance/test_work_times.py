@@ -1,5 +1,6 @@
 """Waiting for other ranks does not count as a rank's own work, and neither balancing nor measuring costs the host much:
-events of a GPU's clock are few, and no operation waits for a GPU."""
+events of a GPU's clock are few, and no operation waits for a GPU. Costs that are measured before training are the same
+on all ranks and leave no trace."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,16 +11,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks.gpu.training.host_waits import host_waits
 from colossal_hetero import BalanceConfig, Pruning
-from colossal_hetero.balance import BalancePlan
+from colossal_hetero.balance import BalancePlan, Costs, pretest
 from colossal_hetero.balance.clock import CudaClock, IterationTimes
+from colossal_hetero.balance.plan import Traffic, Volume
+from colossal_hetero.balance.pretest import fit_link, fit_products, seconds_of
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.language_head import VocabularyRows
 from colossal_hetero.plugin.hybrid import layer_balancing
-from tests.support.checks import on, with_colossalai_passes
+from tests.support.checks import of_all_ranks, on, with_colossalai_passes
 from tests.support.fake_device import FakeDevice
 from tests.support.language_models import gpt2, llama, plan_of, train_on_tokens
 from tests.support.training import Trained, batch, boost, loss_of, ours, scripted, sgd, tiny_vit, train
@@ -271,3 +276,61 @@ def a_layer_costs_events_at_its_collectives_and_where_a_blocks_products_begin() 
     assert [each.movable for each in times.kinds.values()] == pytest.approx([attention, mlp, head])
     norms = (1 + 3 * 2) * MICRO_BATCHES * 1.5 * ACTIVATION * 1e-3
     assert times.other_seconds == pytest.approx(norms)
+
+
+# Costs ---------------------------------------------------------------------------------------------------------------
+
+
+SHAPES = [(96, 64), (64, 96), (96, 64)]
+
+
+def traffic(share: float) -> Traffic:
+    sent = round(share * 1e6)
+    return Traffic(Volume(4, sent), Volume(2, sent), Volume(2, sent))
+
+
+def prepare(group: dist.ProcessGroup, form: Any = "block", **options: Any) -> tuple[Costs, int]:
+    measurement = pretest.CostMeasurement(group, SHAPES, 40, torch.float32, torch.device("cpu"), traffic, form)
+    with (
+        patch.multiple(pretest, PRODUCT_SECONDS=0.01, MESSAGES={2**12: 3, 2**14: 3}),
+        patch.object(pretest, "measure_costs", wraps=pretest.measure_costs) as measure,
+    ):
+        costs = pretest.prepare_costs(BalanceConfig(mode="auto", **options), measurement)
+    return costs, measure.call_count
+
+
+@on(2)
+@on(3)
+def all_ranks_have_the_same_costs_and_without_measuring_their_defaults() -> None:
+    before = torch.get_rng_state()
+    for form in ("column", "block"):
+        found = of_all_ranks(prepare(dist.group.WORLD, form))
+        costs, measured = found[0]
+        assert found == [(costs, 1)] * len(found) and measured == 1
+        assert costs.phi1(0.5) > 0 and costs.receive_factor > 0 and costs.communication_scale == 1.0
+    assert torch.equal(torch.get_rng_state(), before), "measuring changed the state of the random numbers"
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    assert prepare(alone) == prepare(dist.group.WORLD, measure_costs=False) == (Costs(), 0)
+
+
+SIZES = (2**12, 2**16, 2**20)
+
+
+@given(st.floats(0, 1e-2), st.floats(1e-11, 1e-6))
+def test_the_fit_recovers_the_latency_and_bandwidth_of_a_link(latency: float, per_byte: float) -> None:
+    fitted = fit_link(SIZES, [latency + size * per_byte for size in SIZES])
+    assert fitted == (pytest.approx(latency, abs=1e-9), pytest.approx(per_byte))
+
+
+def test_fitted_links_equal_values_computed_by_hand() -> None:
+    assert fit_link([1000], [0.5]) == (0.0, 0.0005)  # the network was too slow to measure a second size
+    assert fit_link([1000, 2000], [0.5, 0.4]) == (0.5, 0.0)
+    assert seconds_of(Volume(2, 3), 0.25, 0.5) == 2.0
+
+
+def test_the_fits_recover_the_costs_of_products() -> None:
+    taken = [1.2 * share for share in pretest.RECEIVED_SHARES]
+    resized = [1 - share + 0.02 + 0.1 * share for share in pretest.RESIZED_SHARES]
+    assert fit_products(resized, taken) == pytest.approx((0.02, 0.1, 1.2))
+    free = [0.7 * (1 - share) for share in pretest.RESIZED_SHARES]
+    assert fit_products(free, taken) == (0.0, 0.0, pytest.approx(1.2))  # costs are never negative

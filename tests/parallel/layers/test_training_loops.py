@@ -19,16 +19,9 @@ from torch import Tensor, nn
 
 from colossal_hetero.balance import BalancePlan, pruning
 from colossal_hetero.layers import hetero_layers
+from tests.support import migration_runs
 from tests.support.checks import on
-from tests.support.migration_runs import (
-    ITERATIONS,
-    METHODS,
-    assert_equal,
-    give,
-    methods_for,
-    migrating_run,
-    reference_run,
-)
+from tests.support.migration_runs import ITERATIONS, METHODS, assert_equal, methods_for, migrating_run, reference_run
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, loss_of, tiny_vit, train
 
@@ -513,7 +506,7 @@ def hooks_in_a_pipeline_see_each_micro_batch() -> None:
         expected = train(hook_gradients(reference_run(**options), ranks), STEPS)
         # The ranks 0 and 1 share the layers of the first stage, 2 and 3 those of the second one.
         run = hook_gradients(migrating_run("block", (), **options), ranks)
-        give(run.plugin, (sender, 2 + sender))
+        migration_runs.give(run.plugin, (sender, 2 + sender))
         train(run, STEPS)
         assert run.plugin.balancer.plan.migrate[sender] > 0.1
         assert_equal(run, expected, f"hooks on {ranks}, sender {sender}")

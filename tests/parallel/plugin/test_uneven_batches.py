@@ -1,21 +1,29 @@
-"""HeteroHybridParallelPlugin with uneven batches, on replicas of one or more ranks, compared with one process; and
-loaders of equal plans, unequal plans and uneven batches, which draw alike and continue from each other's positions."""
+"""HeteroHybridParallelPlugin with uneven batches, on replicas of one or more ranks, compared with one process; loaders
+of equal plans, unequal plans and uneven batches, which draw alike and continue from each other's positions; and ADAPT's
+device dropping and ring order."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from colossalai.cluster import DistCoordinator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
+from colossal_hetero.planner.batches.batch_profile import save_profile
+from colossal_hetero.planner.cluster.topology import MeasuredLink
+from colossal_hetero.profiling.rank_profiler import describe
+from tests.support import zero_runs
 from tests.support.checks import if_thorough, of_all_ranks, on
+from tests.support.harness import answer, start_ranks
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import CLASSES, tiny_vit, zero_plugin
-from tests.support.zero_runs import fit, global_batches, sizes_by_rank, unmeasured
+from tests.support.zero_runs import Numbered, boosted, fit, global_batches, make_model, sizes_by_rank, unmeasured
 
 SAMPLES, GLOBAL_BATCH = 17, 7
 STEPS = 3  # an epoch, whose last global batch has three samples
@@ -31,10 +39,6 @@ class Images(Dataset):
         return self.images[index], index % CLASSES
 
 
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def logits_of(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model.eval()(Images().images).float()
@@ -44,8 +48,9 @@ def logits_of(model: nn.Module) -> Tensor:
 def train(division: list[list[int]], tp_size: int = 1, clip: float = 0.0, **options: Any) -> Tensor:
     batches = BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7)
     plugin = HeteroHybridParallelPlugin(tp_size, 1, batches=batches, **(dict(precision="fp32") | options))
-    loader, model = plugin.prepare_dataloader(Images()), tiny_vit()
-    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, momentum(model), nn.CrossEntropyLoss(), loader)
+    loader, model, criterion = plugin.prepare_dataloader(Images()), tiny_vit(), nn.CrossEntropyLoss()
+    optimizer = zero_runs.make_optimizer(model, "sgd")
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, criterion, loader)
     assert sum(share.samples for share in plugin.batch_balancer.allocation.shares) == GLOBAL_BATCH
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
     steps = 0
@@ -66,7 +71,7 @@ def train(division: list[list[int]], tp_size: int = 1, clip: float = 0.0, **opti
 
 def train_alone(max_norm: float = 0.0) -> Tensor:
     model = tiny_vit()
-    fit(model, momentum(model), global_batches(Images(), GLOBAL_BATCH), max_norm=max_norm)
+    fit(model, zero_runs.make_optimizer(model, "sgd"), global_batches(Images(), GLOBAL_BATCH), max_norm=max_norm)
     return logits_of(model)
 
 
@@ -168,3 +173,64 @@ def all_loaders_draw_alike_and_continue_from_each_other(seed: int | None) -> Non
             check(loader, f"{before} to {after}, resumed", 2)
     with pytest.raises(ValueError, match="seed was"):
         loader_of("even", 5).load_state_dict(states["ZeRO"])
+
+
+# ADAPT's ring --------------------------------------------------------------------------------------------------------
+
+
+RING_BATCH = 9
+
+
+def write_profile(path: Path, stage: int, slow_links: dict[tuple[int, int], float], ranks: int) -> None:
+    """A profile of equal devices, a second per sample, whose links take a tenth of a second, others as given."""
+    profile = zero_runs.equal_devices(None, describe(make_model()), stage=stage, replica_of=range(ranks))
+    seconds = {(a, b): slow_links.get((a, b), 0.1) for a in range(ranks) for b in range(a + 1, ranks)}
+    links = tuple(
+        MeasuredLink(ranks=pair, protocol="gloo", latency_seconds=latency, bytes_per_second=1e12)
+        for pair, latency in seconds.items()
+    )
+    save_profile(profile.model_copy(update={"links": links, "communication_seconds": max(seconds.values())}), path)
+
+
+def train_in_ring(path: Path, stage: int) -> tuple[tuple[int, ...], int, Tensor, list[int]]:
+    coordinator, seen = DistCoordinator(), list[int]()
+    run = boosted(stage, None, "adamw", samples=RING_BATCH, method="adapt", profile=path)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        seen.extend(batch[0][:, 7].int().tolist())
+        return zero_runs.loss_of(model, batch)
+
+    run.fit(loss_of)
+    ranks = dist.get_rank(), run.plugin.rank, coordinator.rank, coordinator.world_size
+    samples = sum(share.samples for share in run.plugin.allocation.shares)
+    return ranks, samples, run.model(Numbered().inputs).detach(), seen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "slow_links", "ring"),
+    [
+        (3, 0, {(0, 1): 20.0, (1, 2): 20.0}, (0, 2)),  # all links of rank 1 are slow
+        (3, 1, {(0, 1): 20.0, (0, 2): 20.0}, (1, 2)),  # rank 0, which has the store
+        (4, 0, {(0, 1): 0.5, (2, 3): 0.5}, (0, 2, 1, 3)),  # all stay, in another order
+        (2, 2, {(0, 1): 20.0}, (1,)),
+    ],
+)
+def test_training_without_devices_that_slow_down_the_others(
+    tmp_path: Path, ranks: int, stage: int, slow_links: dict[tuple[int, int], float], ring: tuple[int, ...]
+) -> None:
+    write_profile(tmp_path / "profile.json", stage, slow_links, ranks)
+    with start_ranks(ranks, train_in_ring, tmp_path / "profile.json", stage) as started:
+        answers = [answer(receiver) for _, receiver in started]
+    alone = make_model()
+    fit(alone, zero_runs.make_optimizer(alone, "adamw"), global_batches(Numbered(), RING_BATCH))
+    all_seen: set[int] = set()
+    for rank, (succeeded, result) in enumerate(answers):
+        if rank not in ring:
+            assert not succeeded and "SystemExit: 0" in result, result
+            continue
+        assert succeeded, result
+        (*numbers, size), samples, logits, seen = result
+        assert numbers == [ring.index(rank)] * 3 and size == len(ring) and samples == RING_BATCH
+        torch.testing.assert_close(logits, alone(Numbered().inputs), rtol=1e-5, atol=1e-6)
+        all_seen.update(seen)
+    assert all_seen == set(range(len(Numbered())))

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader
 
 from colossal_hetero import BalanceConfig, CheckpointConfig, Pruning
 from tests.parallel.plugin.hybrid import test_hybrid_plugin, test_plan_agreement
-from tests.parallel.plugin.hybrid.test_recomputation import recomputing
-from tests.parallel.plugin.hybrid.test_unsummed_steps import SEQUENCE
+from tests.parallel.plugin.hybrid.test_hybrid_plugin import SEQUENCE
+from tests.parallel.plugin.hybrid.test_planned_run import recomputing
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero
 from tests.parallel.plugin.zero.test_training_scripts import make_transformer
-from tests.support import checkpoint_runs, language_models, planned_runs, planning, sharding, training, zero_runs
+from tests.support import checkpoint_runs, language_models, planning, sharding, training, zero_runs
 from tests.support.checks import on
 from tests.support.transcripts import missing_part, read_cases
 
@@ -52,16 +52,7 @@ def boost_adapters(stage: int) -> None:
 
 
 NAMES: dict[str, Any] = {}
-for each in (
-    training,
-    language_models,
-    sharding,
-    nn.utils,
-    planning,
-    planned_runs,
-    test_hybrid_plugin,
-    test_plan_agreement,
-):
+for each in (training, language_models, sharding, nn.utils, planning, test_hybrid_plugin, test_plan_agreement):
     NAMES |= vars(each)
 NAMES |= dict(ADAPTERS=LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True), get_peft_model=get_peft_model)
 NAMES |= dict(zero=zero_runs.boosted, Net=zero_runs.Net, PLANS=PLANS, RESIZE=BalanceConfig(mode="resize"), Lamb=Lamb)

@@ -35,8 +35,7 @@ from tests.support import training
 from tests.support.checks import if_thorough, of_all_ranks, on
 from tests.support.layer_profiles import layer_times
 from tests.support.machines import of_nodes
-from tests.support.planned_runs import share
-from tests.support.planning import predict_plan
+from tests.support.planning import predict_plan, share
 from tests.support.training import make_step, tiny_vit
 
 MICRO_BATCH, GLOBAL_BATCH, BLOCKS = 2, 8, 6

@@ -31,7 +31,7 @@ from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptim
 from tests.support import training
 from tests.support.checks import on, with_colossalai_passes
 from tests.support.language_models import gpt2, tokens
-from tests.support.planned_runs import ZERO_BUBBLE
+from tests.support.planning import ZERO_BUBBLE
 from tests.support.training import assert_same_parameters, boost, make_step, ours, pipeline_step, sgd, theirs, tiny_vit
 from tests.support.zero_runs import boosted, fit, unmeasured
 

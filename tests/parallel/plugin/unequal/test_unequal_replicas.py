@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cost.plan import Plan
 from tests.support.harness import run_ranks
-from tests.support.planned_runs import share
-from tests.support.planning import make_plan, planned, unequal_plan
+from tests.support.planning import make_plan, planned, share, unequal_plan
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import randomize
 from tests.support.training import boost, make_step, tiny_vit

@@ -15,19 +15,13 @@ from torch.utils.data import TensorDataset, default_collate
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
-from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
+from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples, vit
 from tests.support import training
-from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.checks import of_all_ranks, on
-from tests.support.planned_runs import images_and_labels, share, train_planned
-from tests.support.planning import make_plan, planned, unequal_plan
-from tests.support.training import Trained, boost, loss_of, pipeline_step, sgd, tiny_vit
+from tests.support.planning import images_and_labels, make_plan, planned, share, train_planned, unequal_plan
+from tests.support.training import Trained, boost, loss_of, pipeline_step, save_checkpoint, sgd
 
 GLOBAL_BATCH = PLANS["1+2"].global_batch
-
-
-def vit() -> nn.Module:
-    return tiny_vit(depth=4)
 
 
 def plugin_for(plan: str = "1+2", **options: Any) -> HeteroHybridParallelPlugin:
@@ -235,7 +229,7 @@ def plain_checkpoints_are_loaded_again(folder: Path) -> None:
         train_planned(run, 2)
         save_checkpoint(run, folder / str(sharded), sharded)
         undisturbed = train_planned(run, 3, first=2)
-        load_checkpoint(loaded, folder / str(sharded), sharded)
+        training.load_checkpoint(loaded, folder / str(sharded), sharded)
         assert train_planned(loaded, 3, first=2) == pytest.approx(undisturbed, rel=1e-6)
 
 

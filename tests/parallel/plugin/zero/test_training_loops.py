@@ -16,7 +16,6 @@ from torch.utils.data import default_collate
 
 from tests.support import zero_runs
 from tests.support.checks import if_thorough, of_all_ranks, on
-from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import make_step, zero_plugin
 from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, flat, make_model, unmeasured
@@ -369,11 +368,6 @@ def train(run: Run) -> tuple[list[list[int]], Tensor, list[float]]:
     return script.batches, flat(script.model), script.numbers
 
 
-@unmeasured
-def train_each(runs: list[Run]) -> list[Any]:
-    return [train(run) for run in runs]
-
-
 def train_alone(run: Run, batches: list[list[int]]) -> tuple[Tensor, list[float]]:
     """Train one process on these global batches. Returns the parameters, and the numbers that the loop logs."""
     data, model, name, numbers = Numbered(), make_model(), run.loop, list[float]()
@@ -421,13 +415,13 @@ def check(run: Run, results: Sequence[Any]) -> None:
         assert numbers == pytest.approx(logged, rel=1e-5), run
 
 
-@pytest.mark.parametrize("ranks", DIVISIONS)
-def test_loops_train_as_one_process_does(ranks: int) -> None:
-    runs = list(runs_on(ranks))
-    for run, results in zip(
-        runs, zip(*run_ranks(ranks, train_each, runs, timeout_seconds=280), strict=True), strict=True
-    ):
-        check(run, results)
+@on(2)
+@on(3)
+@on(4)
+@unmeasured
+def loops_train_as_one_process_does() -> None:
+    for run in runs_on(dist.get_world_size()):
+        check(run, of_all_ranks(train(run)))
 
 
 @on(2)

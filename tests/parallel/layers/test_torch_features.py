@@ -1,34 +1,32 @@
-"""Dropout inside blocks: a unit's mask is the same on whichever rank computes the unit, so migration stays exact,
-also in a compiled model, in which balanced layers run uncompiled."""
+"""Dropout inside blocks: a unit's mask is the same on whichever rank computes the unit, so migration stays exact, also
+in a compiled model, in which balanced layers run uncompiled. Features of torch that tensor-parallel layers do not have
+are refused in words, with and without a plan."""
 
 import sys
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer.utils import Randomizer
 from timm.layers import set_reentrant_ckpt
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.nn.utils import parametrizations
 
+from colossal_hetero import BalanceConfig
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import attach_blocks
 from tests.parallel.layers.test_families import put_dropout_into_blocks
+from tests.support import migration_runs
 from tests.support.checks import on
-from tests.support.language_models import gpt2, train_on_tokens
-from tests.support.migration_runs import (
-    ITERATIONS,
-    Watch,
-    assert_equal,
-    draw_by_unit,
-    reference_run,
-    seeded_migrating_run,
-)
+from tests.support.language_models import gpt2, llama, plan_of, tokens, train_on_tokens
+from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, draw_by_unit, seeded_migrating_run
 from tests.support.model_families import allow_cpu
 from tests.support.sharding import shard
-from tests.support.training import tiny_vit, train
+from tests.support.training import Trained, batch, boost, loss_of, ours, sgd, theirs, tiny_vit, train
 
 
 def dropping_gpt2(layers: int = 1, residual: float = 0.1) -> nn.Module:
@@ -58,7 +56,7 @@ def until_a_plan_divides_units_dropout_is_that_of_colossalai() -> None:
         Randomizer._INDEX = 0
         model = make()
         torch.manual_seed(11)
-        expected = loop(reference_run(model, tp_size=2, **policy), ITERATIONS)
+        expected = loop(migration_runs.reference_run(model, tp_size=2, **policy), ITERATIONS)
         run = loop(seeded_migrating_run(make, ()), ITERATIONS)
         assert run.losses == expected.losses
         assert_equal(run, expected, str(make))
@@ -112,3 +110,57 @@ def migration_is_exact_in_a_compiled_model() -> None:
     watch.assert_migrated(1, "compiled")
     assert_equal(run, expected, "compiled")
     assert counters["frames"]["ok"] > 0
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def runs(**options: Any) -> list[Trained]:
+    """Colossal-AI's plugin, ours that only measures, and ours while rank 1 gives work away, by units or columns."""
+    made = [boost(theirs(tp_size=2, **options), None, sgd), boost(ours(tp_size=2, **options), None, sgd)]
+    for migration in ("block", "broadcast-reduce"):
+        config = BalanceConfig(mode="migrate", migration=migration, warmup_iterations=10**6, measure_costs=False)
+        made.append(boost(ours(config, tp_size=2, **options), None, sgd))
+        made[-1].plugin.balancer.follow(plan_of(1, 2))
+    return made
+
+
+@on(2)
+def second_derivatives_are_refused() -> None:
+    def refused(loss: Tensor, inputs: Any) -> None:
+        with pytest.raises(RuntimeError, match="create_graph=True does not work through tensor-parallel layers"):
+            torch.autograd.grad(loss, inputs, create_graph=True)
+
+    for run in runs():
+        images, labels = batch()
+        images.requires_grad_()
+        refused(loss_of(run.model(images), labels), images)
+        torch.autograd.grad(run.model(images).sum(), images)
+        refused(loss_of(run.model(images), labels), [each for each in run.model.parameters() if each.requires_grad])
+    run = boost(ours(tp_size=2, parallel_output=True), llama(), sgd)
+    inputs, labels = tokens(0)
+    loss = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels).loss
+    refused(loss, list(run.model.parameters())[:1])
+
+
+@on(2)
+def autocast_around_training_passes_is_refused() -> None:
+    for run in runs()[1:]:
+        images, _ = batch()
+        words = r"autocast to torch.bfloat16 .*precision='bf16'"
+        with pytest.raises(RuntimeError, match=words), torch.autocast("cpu", dtype=torch.bfloat16):
+            run.model(images)
+        run.model.eval()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = run.model(images)
+        with torch.no_grad():
+            torch.testing.assert_close(cast.float(), run.model(images), rtol=0.1, atol=0.1)
+
+
+@on(2)
+def weights_of_a_head_that_every_rank_has_may_be_computed_from_others() -> None:
+    model = tiny_vit()
+    parametrizations.weight_norm(model.head)
+    run = boost(ours(tp_size=2), model, sgd)
+    images, labels = batch()
+    run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
