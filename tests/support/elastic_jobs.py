@@ -294,6 +294,16 @@ class Outcome:
     starts: list[Any] = field(default_factory=list)  # where each member has begun
     ended: dict[int, int] = field(default_factory=dict)  # exit code of each member
 
+    def check(self, steps: int, first: int = 1) -> None:
+        """The steps from ``first`` on were made without an error, and the parameters are those of one process."""
+        assert self.errors == [] and sorted(self.losses) == list(range(first, steps + 1)), self.errors
+        check_parameters(self.parameters, steps)
+
+    @property
+    def changes(self) -> list[Any]:
+        """The recoveries of all members that have finished."""
+        return [change for of_member in self.recoveries for change in of_member]
+
 
 class Job:
     """A store and members, which are killed at the end of the ``with`` block. Members call ``script``, a function and

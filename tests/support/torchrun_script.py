@@ -77,7 +77,7 @@ def main(folder: Path, steps: int) -> None:
     if "COLOSSAL_HETERO_STORE" in os.environ:
         members = int(os.environ.get("MEMBERS", WORKERS))
         # On a busy machine, members need longer than the default limits.
-        elastic = ElasticConfig(max_members=members, start_seconds=120, dead_seconds=5, last_call_seconds=5)
+        elastic = ElasticConfig(max_members=members, start_seconds=120, dead_seconds=5, last_call_seconds=3)
         more = {"after_step": hold} if members == WORKERS else {}
         train(steps, kill, None, (), told, elastic, topology, **more)
     else:
