@@ -288,13 +288,13 @@ SEQUENCE_CASES = (("gpt2", "split_gather"), ("llama", "split_gather"), ("llama",
 REFERENCE = {"gpt2": "split_gather", "llama": None}  # the mode of Colossal-AI that a family is compared with
 
 
-def sequence(mode: str | None) -> dict[str, Any]:
+def sequence(way: str | None) -> dict[str, Any]:
     """Options of the plugin."""
-    return {} if mode is None else dict(enable_sequence_parallelism=True, sequence_parallelism_mode=mode)
+    return {} if way is None else dict(enable_sequence_parallelism=True, sequence_parallelism_mode=way)
 
 
-def boosted_with_sequence(family: str, mode: str | None, **choices: Any) -> Trained:
-    return boosted(family, {}, sequence(mode), **(dict(mode="auto") | choices))
+def boosted_with_sequence(family: str, way: str | None, **choices: Any) -> Trained:
+    return boosted(family, {}, sequence(way), **(dict(mode="auto") | choices))
 
 
 @on(2)

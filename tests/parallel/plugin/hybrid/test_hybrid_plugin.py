@@ -60,6 +60,9 @@ def without_a_straggler_training_is_bit_for_bit_colossalais() -> None:
         assert all(math.isfinite(loss) for loss in expected.losses), f"{name}: {expected.losses}"
         # In tensor parallelism, "off" does less of what "resize" does, which the zero-bubble schedule excludes.
         only_off = options["tp_size"] == 1 or options.get("pp_style") == "zbv"
+        if options.get("pp_style") == "zbv":
+            with pytest.raises(ValueError, match=r"balance mode 'resize' cannot be combined with use_zbv=True"):
+                boost(ours(RESIZE, **options), tiny_vit(depth=depth))
         for mode in ("off",) if only_off else ("off", "resize") if name == "fp32" else ("resize",):
             with training.scripted():
                 run = boost(ours(idle[mode], **options), tiny_vit(depth=depth))
