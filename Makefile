@@ -73,7 +73,8 @@ NEWEST := .venv-newest
 NEWEST_TESTS := tests/unit $(addprefix tests/parallel/,layers cpu checkpoint profiling $(addsuffix .py,\
 	$(addprefix balance/test_,checkpoints reports resharding seen_blocks work_times) \
 	$(addprefix plugin/hybrid/test_,hybrid_plugin planned_run transformers_policy) \
-	elastic/test_membership plugin/overlap/test_overlapped_optimizer plugin/zero/test_training_scripts))
+	elastic/test_membership plugin/overlap/test_overlapped_optimizer plugin/unequal/test_unequal_replicas \
+	plugin/zero/test_training_scripts))
 # These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import.
 NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_language_models \
 	layers/test_partial_gradients layers/test_torch_features)
