@@ -186,8 +186,8 @@ def boosted(plugin: Any, case: Case, data: Any = None, module: nn.Module | None 
 
 
 @if_thorough(2, Case("vit", "sgd", (1, 1), dict(pp_size=2)))
-@on(2, Case("gpt2", "adamw", (1, 1), dict(pp_size=2), moves=4, turns=2))
-@if_thorough(2, Case("llama", "sgd", (1, 1), dict(pp_size=2)))
+@on(2, Case("gpt2", "adamw", (1, 1), dict(pp_size=2), moves=6, turns=3))
+@on(2, Case("llama", "sgd", (1, 1), dict(pp_size=2)))
 @if_thorough(2, Case("gpt2", "sgd", (1, 1), dict(pp_size=2), dtype=torch.float32))
 @on(3, Case("gpt2", "adamw", (1, 1, 1), dict(pp_size=3), moves=4))
 @if_thorough(4, Case("gpt2", "adamw", (1, 1, 1, 1), dict(pp_size=2), moves=3))
