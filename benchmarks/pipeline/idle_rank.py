@@ -102,7 +102,6 @@ def measure(arguments: argparse.Namespace, stack: ExitStack) -> None:
     profile = measure_layers(make_vit(HIDDEN, arguments.blocks), arguments.micro_batch)
     topology = probe_ranks(torch.device("cpu"))[0]
     planning = dict(cluster=topology, profile=profile, global_batch_size=arguments.global_batch, layer_sums=True)
-    planning["zero_stages"] = (0,)
     follows = Run("may leave it idle", arguments, PlanConfig(**planning))
     keeps = Run("follows, keeps it", arguments, PlanConfig(**planning))
     still = Run("first plan", arguments, PlanConfig(**planning, follow_speed=False))
