@@ -1,11 +1,13 @@
-"""What the modes of a balance configuration prune, its defaults, and presets by the paper's names."""
+"""Configurations of balancing: what modes prune, defaults, presets of the paper; when NCCL cannot be balanced over."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 
 from colossal_hetero.balance import BalanceConfig, Pruning
+from colossal_hetero.balance.host_messages import launch_obstacle
 
 
 @pytest.mark.parametrize("mode, most", [("off", 0), ("resize", 0.9), ("migrate", 0), ("semi", 0.9), ("auto", 0)])
@@ -51,3 +53,18 @@ def test_presets_of_the_paper() -> None:
     found = BalanceConfig.paper("semi", decay=0.5, max_resize=0.4)
     rules = dataclasses.replace(PRESETS["semi"].rules, decay=0.5)
     assert found == dataclasses.replace(PRESETS["semi"], pruning=rules, max_resize=0.4)
+
+
+IMPLICIT, ONE = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+
+def test_an_order_of_launches_that_may_change_is_refused() -> None:
+    """Operations of two communicators must run in the order in which they were launched."""
+    for nccl, environment, set_late, keeps_order in (
+        *(((2, 26, 2), IMPLICIT, True, True), ((2, 27, 5), IMPLICIT | ONE, True, True)),
+        *(((2, 21, 5), IMPLICIT | ONE, False, True), ((2, 21, 5), IMPLICIT | ONE, True, False)),
+        *(((2, 21, 5), IMPLICIT, False, False), ((2, 26, 2), ONE, True, False), ((2, 26, 2), {}, False, False)),
+    ):
+        words = launch_obstacle(nccl, environment, set_late)
+        refused = r"wait for each other forever: NCCL 2\.2.*import colossal_hetero before"
+        assert words is None if keeps_order else re.search(refused, words or "")

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from colossal_hetero.checkpoint import held_pieces
-from colossal_hetero.checkpoint.model_outline import outline_of
+from colossal_hetero.checkpoint.model_outline import ModelOutline, outline_of
 from colossal_hetero.checkpoint.optimizer_memory import Master
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece, cover
 from colossal_hetero.checkpoint.pieces import whole as whole_box
-from colossal_hetero.checkpoint.restoring import check_same_model
 from colossal_hetero.checkpoint.run_states import as_bytes, from_bytes, matching_groups
 from colossal_hetero.common.ranks import slices_held
 from tests.support.language_models import gpt2
@@ -41,38 +40,23 @@ def test_tensors_belong_to_layers_and_tied_ones_occur_once() -> None:
     assert layers["decoder.final_layer_norm.weight"] == "decoder-final_layer_norm"
 
 
-def test_the_checkpoint_of_another_model_is_refused() -> None:
-    outline = outline_of(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)))
-    saved = {f"param.{name}": shape for name, shape in outline.shapes.items()}
-    check_same_model(outline, saved)
-    other = {**saved, "param.0.weight": (3, 5), "param.2.weight": (1,)}
-    del other["param.1.bias"]
-    with pytest.raises(
-        ValueError, match=r"it lacks 1.bias; it has 2.weight, .*; 0.weight has shape \[3, 5\] there and \[3, 2\] here"
-    ):
-        check_same_model(outline, other)
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def grouped() -> ModelOutline:
+    """Of two layers, with each parameter in a group of its own."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    return outline_of(model, torch.optim.SGD([dict(params=[each]) for each in model.parameters()], lr=0.1))
 
 
 def test_groups_are_matched_by_the_names_of_their_parameters() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    names = [name for name, _ in model.named_parameters()]
-    groups = [dict(params=[parameter]) for parameter in model.parameters()]
-    outline = outline_of(model, torch.optim.SGD(groups, lr=0.1))
-    assert matching_groups(outline, [[name] for name in reversed(names)]) == [3, 2, 1, 0]
-    with pytest.raises(ValueError, match=r"no state of 1.bias and 0 other parameters"):
-        matching_groups(outline, [[name] for name in names[:-1]])
-    with pytest.raises(ValueError, match="group 1 are in its groups 0, together with others"):
-        matching_groups(outline, [names])
-    with pytest.raises(ValueError, match="2 parameters of the optimizer are not in the model"):
-        outline_of(nn.Linear(2, 3), torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1))
+    assert matching_groups(grouped(), [[name] for name in reversed(NAMES)]) == [3, 2, 1, 0]
 
 
 def test_states_are_saved_without_code() -> None:
     state = {"a": (1, None), 3: torch.arange(2), "lr": [0.5]}
     found = from_bytes(as_bytes(state, "the state"))
     assert torch.equal(found.pop(3), torch.arange(2)) and found == {"a": (1, None), "lr": [0.5]}
-    with pytest.raises(ValueError, match="the schedule cannot be saved in a layer checkpoint"):
-        as_bytes({"lambda": print}, "the schedule")
 
 
 def indices(box: Box) -> set[tuple[int, ...]]:

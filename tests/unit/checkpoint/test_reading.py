@@ -64,8 +64,6 @@ def test_each_node_writes_each_of_its_files_once_and_each_file_is_uploaded_once(
 def test_replicas_share_the_upload_evenly_and_names_mean_one_thing() -> None:
     division = divide_files([holding(rank, layer) for rank in (0, 2) for layer in "stuvwxyz"])
     assert [len(division.shared[rank]) for rank in (0, 2)] == [4, 4]
-    with pytest.raises(ValueError, match=r"ranks 0 and 2 hold shard tp0of1 of x, but only one of them holds .* of v;"):
-        divide_files([holding(0, "x"), holding(2, "x"), holding(2, "x", "v")])
     assert layer_file("x", "y.z") != layer_file("x.y", "z")
 
 
@@ -108,11 +106,9 @@ def test_each_part_comes_from_the_nearest_place() -> None:
         for box, (_, location) in zip((rows(1, 2), rows(2, 4), rows(4, 6), rows(6, 8)), entries, strict=True)
     ]
 
-    # Other nodes give evenly, and a box that is nowhere is named.
+    # Other nodes give evenly.
     fetched = chosen(rows(0, 12), *((rows(row, row + 1), disk(node)) for row in range(12) for node in "abc"))
     assert Counter(location.node for _, location in fetched) == {"a": 4, "b": 4, "c": 4}
-    with pytest.raises(LookupError, match=r"param.w of step 7 at \(2, 0\) with sizes \(1, 4\)"):
-        chosen(rows(0, 3), (rows(0, 2), disk("a")))
 
 
 def fetch(layer: str, location: Location, start: int = 0, stop: int = 10) -> Fetch:
@@ -279,20 +275,12 @@ def test_checkpoints_of_one_step_from_two_runs_are_not_mixed(tmp_path: Path) -> 
         assert_loads(reader_of(new, old, step=20))
 
 
-def test_what_cannot_be_loaded_is_said(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: there is no folder of a checkpoint"):
-        newest_step(tmp_path / "nothing")
-    reader = reader_of(folders[0])
-
-    def piece(key: str, shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> TensorPiece:
-        return TensorPiece("x", key, shape, box, torch.empty(box.sizes, dtype=dtype), "y")
-
-    with pytest.raises(CheckpointError, match=r"the checkpoint of step 20 has no param\.other"):
-        reader.load([piece("param.other", (2,), torch.float32, Box((0,), (2,)))])
-    with pytest.raises(ValueError, match=r"param.scale was saved as bfloat16 \[\], .* into float32 \[\]"):
-        reader.load([piece("param.scale", (), torch.float32, Box((), ()))])
-    with pytest.raises(CheckpointError, match=r"lacks elements \(12,\) to \+\(1,\) of param\.blocks\.0\.norm"):
-        reader.load([piece("param.blocks.0.norm", (12,), torch.bfloat16, Box((0,), (13,)))])
+def load(folder: Path, key: str, *shape: int, more: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    """Load a tensor that may not be in a checkpoint, and so many elements more than it has."""
+    if not (folder / STEP).exists():
+        save_steps(folder, 20)
+    box = Box((0,) * len(shape), tuple(size + more for size in shape))
+    reader_of(folder).load([TensorPiece("x", key, shape, box, torch.empty(box.sizes, dtype=dtype), "y")])
 
 
 FILES = frozenset({"embedding.whole.safetensors", "block-0000.whole.safetensors"})
@@ -312,8 +300,4 @@ def test_the_newest_checkpoint_whose_files_are_all_somewhere_is_loaded() -> None
     # A step can be chosen, and parts of different runs are not put together.
     copies = [copy("a", 1, *FILES), copy("", 2, *FILES), copy("a", 3, FIRST)]
     assert newest_whole(copies, step=1) == (copies[:1], [])
-    with pytest.raises(FileNotFoundError, match="there is none of step 4; the steps are: 1, 2, 3"):
-        newest_whole(copies, step=4)
-    with pytest.raises(FileNotFoundError, match="no checkpoint is whole: that of step 1 lacks"):
-        newest_whole([copy("a", 1, FIRST, run="x"), copy("b", 1, SECOND, run="y")])
     assert newest_whole([]) == ([], [])

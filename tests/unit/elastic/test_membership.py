@@ -135,23 +135,16 @@ def test_what_a_member_that_joins_does_next() -> None:
     assert action is _Action.REMOVE_FROM_WAIT_LIST
 
 
-def test_the_limit_holds_for_groups_of_all_backends_until_they_are_destroyed() -> None:
-    def limits() -> list[timedelta]:
-        return [distributed_c10d._get_default_timeout(backend) for backend in ("gloo", "nccl")]
-
-    before = limits()
-    groups = ProcessGroups(7.0)
-    groups.initialize(dist.HashStore(), World(0, 1, 0, ("a",)))
-    assert limits() == [timedelta(seconds=7)] * 2
-    groups.destroy()
-    assert limits() == before
+def limits() -> list[timedelta]:
+    return [distributed_c10d._get_default_timeout(backend) for backend in ("gloo", "nccl")]
 
 
 def enter_and_leave_worlds() -> None:
     os.environ["LOCAL_RANK"] = "0"
-    groups, launched = ProcessGroups(7.0), LaunchedState("127.0.0.1", 29400, seed=1)
+    before, groups, launched = limits(), ProcessGroups(7.0), LaunchedState("127.0.0.1", 29400, seed=1)
     for number in range(2):
         groups.initialize(dist.HashStore(), World(0, 1, number, ("a",)))
+        assert limits() == [timedelta(seconds=7)] * 2, "of all backends, until groups are destroyed"
         launched.enter(World(0, 1, number, ("a",)))
         coordinator = DistCoordinator()
         names = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
@@ -162,6 +155,7 @@ def enter_and_leave_worlds() -> None:
         cpu._messages._sends.append((None, torch.ones(1)))
         launched.leave()
         groups.destroy()
+        assert limits() == before
 
 
 def test_each_world_has_the_state_that_a_launch_leaves() -> None:
@@ -295,14 +289,14 @@ def test_a_forked_process_ends_by_the_signal() -> None:
     assert not notice.is_given()
 
 
-def test_a_file_is_a_notice_that_remains_and_several_ranks_see_it(tmp_path: Path) -> None:
+def test_a_file_is_a_notice_that_remains(tmp_path: Path) -> None:
     path = tmp_path / "leave"
-    first, second = FileNotice(path), FileNotice(str(path))
-    assert not first.is_given() and not second.is_given()
+    notice = FileNotice(path)
+    assert not notice.is_given()
     path.touch()
-    assert first.is_given() and second.is_given()
+    assert notice.is_given() and FileNotice(str(path)).is_given()
     path.unlink()
-    assert first.is_given() and not FileNotice(path).is_given()
+    assert notice.is_given() and not FileNotice(path).is_given()
 
 
 SCRIPT = """
@@ -339,21 +333,8 @@ ctypes.CDLL(None).sleep(60)
 """
 
 
-def run(what: str) -> tuple[int, str]:
-    """Exit code and output of a process that got SIGTERM, alone or with its process group as from torchrun."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, what], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    number = process.pid
-    if what == "child":
-        (number,) = map(int, subprocess.check_output(["pgrep", "-P", str(number)], text=True).split())
-    subprocess.run(["kill", "-TERM", "--", f"-{number}" if what == "group" else str(number)], check=True)
-    output, _ = process.communicate(timeout=30)
-    return process.returncode, output
-
-
-def test_what_a_process_does() -> None:
+def test_what_a_process_does_that_gets_sigterm() -> None:
+    """Alone, or with its process group as from torchrun."""
     ended = 128 + signal.SIGTERM
     for what, code, output in (
         ("stuck", ended, "acted\n"),
@@ -362,7 +343,14 @@ def test_what_a_process_does() -> None:
         ("closed", -signal.SIGTERM, ""),
         ("child", 0, f"child ended by {int(signal.SIGTERM)}\n"),
     ):
-        assert run(what) == (code, output), what
+        command = [sys.executable, "-c", SCRIPT, what]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        number = str(process.pid)
+        if what == "child":
+            number = subprocess.check_output(["pgrep", "-P", number], text=True).strip()
+        subprocess.run(["kill", "-TERM", "--", f"-{number}" if what == "group" else number], check=True)
+        assert (process.communicate(timeout=30)[0], process.returncode) == (output, code), what
 
 
 ABORTING = """

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
+from colossal_hetero.data_parallel.unsummed_steps import GradientGuard
 from colossal_hetero.plugin.replicas.replica_gradients import (
     Commit,
     HeldParameter,
@@ -181,14 +182,10 @@ def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldPa
     return [HeldParameter(name, size, dtype) for name in names]
 
 
-def test_a_bucket_ends_at_its_size_and_at_another_type_and_ranks_with_other_models_are_named() -> None:
+def test_a_bucket_ends_at_its_size_and_at_another_type() -> None:
     parameters = [*held(["a"], 60), *held(["b"], 50), *held(["c"], 500), *held(["d"], 1, "float16"), *held(["e"], 1)]
     buckets = divide_into_buckets([*"abcde"], {0: parameters, 1: parameters}, 110)
     assert [bucket.names for bucket in buckets] == [("e",), ("d",), ("c",), ("b", "a")]
-    with pytest.raises(ValueError, match=r"rank 3 holds 5 elements .* of b, but rank 1 4"):
-        divide_into_buckets(["a", "b"], {1: held(["b"]), 3: held(["b"], 5)}, 10)
-    with pytest.raises(ValueError, match="c are not in the model"):
-        divide_into_buckets(["a", "b"], {1: held(["c"])}, 10)
 
 
 @given(
@@ -347,3 +344,13 @@ def test_the_next_step_waits_for_earlier_gathers_before_it_starts_others(monkeyp
     monkeypatch.setattr(FakeEvent, "is_reached", True)
     late.wait()
     assert [type(each) for each in parameters] == [Parameter] * 3
+
+
+def test_absent_gradients_are_guarded_without_a_warning() -> None:
+    """A warning from the package fails a test; torch 2.15 has one for sparse tensors."""
+    model = nn.Linear(2, 3)
+    guard = GradientGuard(model.named_parameters())
+    guard.close("not summed", fill=True)
+    assert all(each.grad is not None for each in model.parameters())
+    guard.open()
+    assert all(each.grad is None for each in model.parameters())

@@ -73,43 +73,29 @@ def test_gpt2_and_vit_equal_their_formulas() -> None:
     assert layers.before == ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
 
 
-def test_other_models_have_the_same_blocks_or_are_refused() -> None:
-    wrapped = nn.ModuleDict({"module": timm.create_model("vit_tiny_patch16_224", depth=2)})
-    assert find_block_row(wrapped).name == "module.blocks"
+def t5() -> nn.Module:
     with torch.device("meta"):
-        model = transformers.T5ForConditionalGeneration(
+        return transformers.T5ForConditionalGeneration(
             transformers.T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=2, vocab_size=50)
         )
-    with pytest.raises(ValueError, match=r"more than one row of blocks: decoder.block, encoder.block; .*name the row"):
-        find_block_row(model)
-    assert len(find_block_row(model, "encoder.block").blocks) == 2
-    with pytest.raises(ValueError, match=r"no row of blocks 'blocks'; it has encoder.block, decoder.block"):
-        find_block_row(model, "blocks")
-    with pytest.raises(ValueError, match="Sequential has no ModuleList or Sequential of modules of one class"):
-        find_block_row(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"Twice does not run each module of parts exactly once"):
-        describe_layers(Twice(), torch.zeros(1, 2))
+
+
+def test_other_models_have_the_same_blocks() -> None:
+    wrapped = nn.ModuleDict({"module": timm.create_model("vit_tiny_patch16_224", depth=2)})
+    assert find_block_row(wrapped).name == "module.blocks"
+    assert len(find_block_row(t5(), "encoder.block").blocks) == 2
 
 
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
-        self.parts = nn.ModuleList(Part() for _ in range(2))
+        self.parts = nn.ModuleList(timm.layers.Mlp(2) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for part in [*self.parts, *self.parts]:
             x = part(x)
         return x
-
-
-class Part(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
 
 
 def measured(degree: int, devices: tuple[str, ...], seconds: dict[str, float]) -> tuple[int, MeasuredLayers]:

@@ -43,13 +43,6 @@ def test_pairs_and_mappings() -> None:
     outputs_and_batch = lambda outputs, batch: (outputs.logits - batch["labels"]).sum() + 1  # noqa: E731
     assert default_training_step(Transformer(False), outputs_and_batch, batch) == 7.0
 
-    # Other kinds of batches need a custom training step.
-    for other in (torch.ones(2), (torch.ones(2),), (torch.ones(2),) * 3, "text"):
-        with pytest.raises(TypeError, match=r"pass training_step=f to the plugin, where f\(model, criterion, batch\)"):
-            default_training_step(nn.Identity(), nn.MSELoss(), other)
-    with pytest.raises(TypeError, match="tuple without a criterion"):
-        default_training_step(nn.Identity(), None, (torch.ones(2), torch.ones(2)))
-
 
 def trial(
     model: nn.Module, step: Any, data: Any = None, backward: Any = torch.Tensor.backward, **options: Any

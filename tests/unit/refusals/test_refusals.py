@@ -4,6 +4,7 @@
 ``files.txt`` changes of valid files.
 """
 
+import copy
 import importlib
 import json
 import math
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 import colossal_hetero
@@ -31,21 +34,20 @@ from colossal_hetero.planner.profile import layer_profile as layer_profiles
 from colossal_hetero.planner.profile.estimate import Transformer
 from colossal_hetero.testing import Stragglers, inject_stragglers
 from examples.common.options import UsageError
-from tests.support import machines, plans
+from tests.support import layer_checkpoints, machines, plans, small_problems, two_speeds
+from tests.support.batch_profiles import device
 from tests.support.batch_profiles import profile as batch_profile
 from tests.support.command_line import run
 from tests.support.layer_checkpoints import save_steps
 from tests.support.paths import REPOSITORY
+from tests.support.planning import make_plans, predict_plan
 from tests.support.simulated_layers import Model, SimulatedClock
 from tests.support.transcripts import missing_part, read_cases
 from tests.unit.commands.test_plan_command import CLUSTER, PRICES
 from tests.unit.commands.test_plan_command import profile as planned_profile
-from tests.unit.data_parallel.test_progress import play
 from tests.unit.elastic.test_membership import JOB
-from tests.unit.planner.batches import test_adapt as adapt
 from tests.unit.planner.cluster.test_cluster_file import FILE
 from tests.unit.planner.profile.test_layer_profile import profile as layer_profile
-from tests.unit.plugin.test_arguments import groups
 from tests.unit.profiling.test_layer_profiler import measure
 
 
@@ -113,6 +115,14 @@ def measure_layers(**options: Any) -> None:
     measure(Model(SimulatedClock()), **options)
 
 
+def planned(devices: dict[str, int], memory: int = 100, **changes: Any) -> None:
+    """A search on one node, with some fields of the small profile, and with wishes."""
+    fields = {name: changes.pop(name) for name in ("blocks", "degrees") if name in changes}
+    fields |= {"micro_batches": changes.pop("sizes")} if "sizes" in changes else {}
+    topology = small_problems.cluster(devices, memory=dict.fromkeys(devices, memory))
+    make_plans(topology, small_problems.profile(**fields), **{"global_batch": 24} | changes)
+
+
 def loader(dataset: Any, **options: Any) -> None:
     made = make_loader(dataset, 4, 0, 1, **options)
     made.divide_by(lambda samples: [[samples]])
@@ -135,24 +145,55 @@ MODULES = (
     *("planner.batches.allocation", "planner.cluster.all_reduce", "planner.cluster.gpu_catalog"),
     *("planner.cluster.group_networks", "planner.cluster.topology", "planner.cost.simulate"),
     *("planner.profile.estimate", "planner.cost.layout_line", "planner.cost.pass_order", "planner.batches.adapt"),
-    *("checkpoint.held_pieces", "layers"),
+    *(
+        "checkpoint.held_pieces",
+        "checkpoint.restoring",
+        "checkpoint.saver",
+        "common.atomic_files",
+        "elastic.held_layers",
+    ),
+    *("elastic.memory_file", "layers", "planner.cluster.cluster_file", "planner.solver.replan"),
+    *("plugin.zero.elementwise_updates", "profiling.training_step"),
 )
+TESTS = {
+    "adapt": "planner.batches.test_adapt",
+    "arguments": "plugin.test_arguments",
+    "describing": "profiling.test_model_layers",
+    "gradients": "plugin.test_gradients",
+    "loading": "data_parallel.test_batch_loader",
+    "outline": "checkpoint.test_model_outline",
+    "probing": "probe.test_probe",
+    "profiling": "profiling.test_layer_profiler",
+    "progress": "data_parallel.test_progress",
+    "reading": "checkpoint.test_reading",
+    "sailor": "benchmarks.test_sailor_tables",
+    "splitting": "planner.stages.test_split_methods",
+}
+"""By the name in the tables: test modules whose builders they use."""
 SETTINGS: dict[str, Any] = {}
 for each in MODULES:
     SETTINGS |= vars(importlib.import_module(f"colossal_hetero.{each}"))
 SETTINGS |= {name: getattr(colossal_hetero, name) for name in colossal_hetero.__all__} | vars(plans) | vars(machines)
 SETTINGS |= dict(elastic_plugin=elastic_plugin, elastic_environment=elastic_environment, stragglers=stragglers)
 SETTINGS |= dict(sampler=sampler, loader=loader, make_loader=make_loader, Stream=Stream, Endless=Endless)
-SETTINGS |= dict(play=play, groups=groups, measure_layers=measure_layers, adapt=adapt)
+SETTINGS |= {name: importlib.import_module(f"tests.unit.{path}") for name, path in TESTS.items()}
+SETTINGS |= dict(
+    measure=measure, measure_layers=measure_layers, planned=planned, make_plans=make_plans, nn=nn, copy=copy
+)
+SETTINGS |= dict(predict_plan=predict_plan, two_speeds=two_speeds, layer_checkpoints=layer_checkpoints, torch=torch)
+SETTINGS |= dict(save_steps=save_steps, Model=Model, SimulatedClock=SimulatedClock, device=device, timm=timm)
 SETTINGS |= dict(batch_profile=batch_profile, layer_profile=layer_profile, inf=math.inf, nan=math.nan, np=np)
 SETTINGS |= dict(evaluate_layout=evaluate_layout, OPT_CLUSTER=load_cluster(EXAMPLES / "clusters/a100-v100.toml"))
 SETTINGS["OPT_350"] = layer_profiles.load_profile(EXAMPLES / "opt-350-a100-v100.json")
+SETTINGS["SPLIT"] = make_plans(two_speeds.machines("fast"), two_speeds.profile(), global_batch=16)[0].plan
 SETTINGS["CURVE"] = Curve.from_seconds([1.0, 2.0])
 SETTINGS["MODEL"] = Transformer(layers=30, hidden=3072, vocabulary=51200, sequence=2048, heads=32)
 
 
 def setting(expression: str, folder: Path) -> str:
-    return refusal((ValueError, TypeError, RuntimeError), eval, expression, dict(SETTINGS))
+    return refusal(
+        (ValueError, TypeError, RuntimeError, LookupError, OSError), eval, expression, SETTINGS | {"folder": folder}
+    )
 
 
 FILES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {

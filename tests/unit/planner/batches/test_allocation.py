@@ -40,9 +40,6 @@ def test_curves_communication_and_flops_of_a_profile() -> None:
     assert profile(kinds=[device(), device("slow", flops=None)]).flops is None
     points = [{"batch": 4, "seconds": 0.3}, {"batch": 1, "seconds": 0.1}]
     assert [point.batch for point in device(points=points).points] == [1, 4]
-    bad = device("bad", points=[{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}])
-    with pytest.raises(ValueError, match=r"device bad: .*batch 2 takes 0.2"):
-        profile(kinds=[device(), bad]).curves(0)
 
 
 def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:
@@ -63,14 +60,7 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
     small = device("small", max_batch=0, memory_bytes=10 * GIB)
     one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
     assert [one.kind_max_batches(stage)[1] for stage in range(4)] == [0, 1, 2, 3]
-    with pytest.raises(
-        ValueError, match=r"ranks 1-3 \(small\) cannot hold one sample at stage 0.*at stage 1 one sample fits"
-    ):
-        one.curves(0)
     assert one.curves(1)[1].max_batch == 1
-    tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])
-    with pytest.raises(ValueError, match="at higher stages no sample fits either; otherwise leave that device out"):
-        tiny.curves(2)
 
 
 @st.composite
@@ -347,8 +337,6 @@ def test_poplar_as_printed() -> None:
     # t = 0.75: 3 + 1 samples, 3 micro-steps of 0.75 + 0.25 s; t = 1.0: 3 + 2 in 3 of 1.25 s; t = 0.6: 2 + 1 in 4.
     found = allocate([fast, slow], 11, 2, method="poplar", communication_seconds=0.25)
     assert [share.sizes for share in found.shares] == [(3, 3, 2), (1, 1, 1)]
-    with pytest.raises(ValueError, match="use accumulation='per_rank', or stage 2 or 3"):
-        allocate([fast, slow], 11, 1, method="poplar")
 
 
 def test_the_flops_method_divides_in_proportion_to_flops() -> None:

@@ -147,8 +147,6 @@ def test_a_pipeline_costs_what_the_formula_says():
     # backward, a layer needs twice what it keeps of one micro-batch.
     assert stages[0].memory_overhead_bytes == pytest.approx(2 * 2 * MB)
     assert stages[0].memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
-    with pytest.raises(ValueError, match=r"\(0, 2\) \(fast, slow\) are not a tensor-parallel group"):
-        predict_plan(machines("slow", "fast"), profile(), [[[0, 2], [1, 3]]], micro_batch=2, global_batch=16)
 
 
 def test_devices_get_the_names_of_the_profile():
@@ -185,8 +183,6 @@ def test_at_least_the_measured_context_is_reserved():
     assert as_profiled(generous, measured) == generous
     plan = make_plans(machines("slow"), measured, global_batch=4)[0].plan
     assert all(stage.memory_overhead_bytes >= 10**9 for each in plan.replicas for stage in each.stages)
-    with pytest.raises(ValueError, match=r"20 GB of slow are in use .* gives it 10 GB of memory; correct one"):
-        make_plans(topology, profile(context_bytes={"slow": 2 * 10**10}), global_batch=4)
 
 
 def test_passes_hide_what_is_not_longer() -> None:
@@ -219,8 +215,6 @@ def test_a_prediction_counts_what_is_not_hidden() -> None:
     assert overlapped.iteration_seconds == pytest.approx(pipelines + expected)
     best = make_plans(topology, profile(), global_batch=8, overlap=True)[0].plan
     assert best.iteration_seconds <= make_plans(topology, profile(), global_batch=8)[0].plan.iteration_seconds
-    with pytest.raises(ValueError, match="1f1b only, not for 1f1b, zbv"):
-        make_plans(topology, profile(), global_batch=8, schedules=("1f1b", "zbv"), overlap=True)
 
 
 ERRORS = {"fast": 0.01, "slow": 0.02}

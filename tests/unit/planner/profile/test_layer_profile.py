@@ -124,12 +124,7 @@ def model(**changes: Any) -> ModelProfile:
     """An embedding, three blocks and a head, measured with 1, 2 and 8 samples; a block takes as long as it has samples,
     backward twice as long."""
     times = tuple(
-        layer_times(
-            "gpu",
-            (0.5, *(float(size),) * 3, 0.25),
-            micro_batch=size,
-            update_seconds=(0.0, 6.0, 6.0, 6.0, 0.0),
-        )
+        layer_times("gpu", (0.5, *(float(size),) * 3, 0.25), micro_batch=size, update_seconds=(0.0, 6.0, 6.0, 6.0, 0.0))
         for size in (1, 2, 8)
     )
     sizes = LayerSizes(

@@ -1,6 +1,4 @@
-"""Planning again while training: evidence, cuts beside an exhaustive search, and when a move pays."""
-
-from __future__ import annotations
+"""Planning again for slow devices and while training, beside exhaustive searches; evidence, and when a move pays."""
 
 import dataclasses
 import itertools
@@ -12,7 +10,10 @@ from colossal_hetero.planner.cluster.group_networks import group_network
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
 from colossal_hetero.planner.cost.price import price
+from colossal_hetero.planner.cost.ranked_plan import RankedPlan
+from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.solver import replan as replan_module
 from colossal_hetero.planner.solver.follow import (
     CALM,
     GAIN,
@@ -25,8 +26,11 @@ from colossal_hetero.planner.solver.follow import (
     at_measured_speeds,
     propose,
 )
+from colossal_hetero.planner.solver.replan import replan
+from colossal_hetero.planner.solver.search import Answer
+from tests.support import two_speeds
 from tests.support.machines import of_nodes
-from tests.support.planning import predict_plan
+from tests.support.planning import make_plans, predict_plan
 from tests.support.small_problems import FAST_LINK, SLOW_LINK, profile
 
 ONE, OTHER, THIRD = (0,), (1,), (2,)
@@ -249,3 +253,70 @@ def test_another_network_is_taken_where_there_is_one() -> None:
     assert found is not None and group_network(found.topology, (0, 2)).kind == "Ethernet"
     assert group_network(found.topology, (2, 3)).kind == "InfiniBand"
     assert found.plan.layers_per_stage == plan.layers_per_stage and found.gain > 0.5
+
+
+# For slow devices --------------------------------------------------------------------------------------------------
+
+
+def enumerated(topology: Topology, global_batch: int, blocks: int) -> float:
+    """The fastest simulated iteration of one device, of all splits over two, and of all shares of two replicas."""
+    found = []
+    layouts = [[[[0]]], [[[1]]], [[[0]], [[1]]], [[[0], [1]]], [[[1], [0]]]]
+    for ranks, size in itertools.product(layouts, (1, 2)):
+        for cut in range(1, blocks) if len(ranks[0]) == 2 else [blocks]:
+            bounds = (0, cut, blocks) if len(ranks[0]) == 2 else (0, blocks)
+            made = predict_plan(
+                topology, two_speeds.profile(), ranks, micro_batch=size, global_batch=global_batch, bounds=bounds
+            )
+            found.append(simulate_plan(made).seconds)
+            if len(ranks) == 2:
+                # Any numbers of micro-batches; each replica is predicted alone.
+                for samples in range(size, global_batch, size):
+                    shares = ((ranks[0], samples), (ranks[1], global_batch - samples))
+                    alone = [
+                        predict_plan(topology, two_speeds.profile(), [one], micro_batch=size, global_batch=share)
+                        for one, share in shares
+                    ]
+                    found.append(max(simulate_plan(each).seconds for each in alone) + made.synchronization_seconds)
+    return min(found)
+
+
+@pytest.mark.parametrize("factor", [1.5, 4.0, 20.0])
+def test_the_best_plan_for_a_slow_device(factor: float) -> None:
+    topology = two_speeds.machines("fast", "fast", devices_per_node=1)
+    plan = make_plans(topology, two_speeds.profile(), global_batch=16)[0].plan
+    result = replan(topology, two_speeds.profile(), plan, {1: factor})
+    slower = dataclasses.replace(topology.devices[1], speed=1 / factor)
+    changed = dataclasses.replace(topology, devices=(topology.devices[0], slower))
+    assert result.best.seconds == pytest.approx(enumerated(changed, 16, 6), rel=0.02)
+    # The present plan with its slow device, from the times in its file.
+    assert result.present.seconds == pytest.approx(simulate_plan(plan, {1: factor}).seconds)
+    assert result.changed and result.best.seconds < result.present.seconds
+
+
+def test_devices_keep_their_measured_times() -> None:
+    """A profile that was measured by the ranks does not undo the slowdown."""
+    topology, measured = (
+        two_speeds.machines("fast", "fast", devices_per_node=1),
+        two_speeds.profile(rank_devices=("fast", "fast")),
+    )
+    plan = make_plans(topology, measured, global_batch=16)[0].plan
+    result = replan(topology, measured, plan, {0: 3.0})
+    assert result.best.seconds == replan(topology, two_speeds.profile(), plan, {0: 3.0}).best.seconds
+    assert result.present.seconds == pytest.approx(simulate_plan(plan, {0: 3.0}).seconds)
+
+
+@pytest.mark.parametrize("found", ["slower plans", "no plan"])
+def test_the_present_plan_is_kept_if_no_other_is_faster(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    topology = two_speeds.machines("fast", "fast", devices_per_node=1)
+    plan = make_plans(topology, two_speeds.profile(), global_batch=16)[0].plan
+    slower = RankedPlan(slowed(plan, {0: 1.1}), "")
+
+    def search(*_: object, **__: object) -> object:
+        if found == "no plan":
+            raise ValueError("no plan fits")
+        return Answer((slower,))
+
+    monkeypatch.setattr(replan_module, "search", search)
+    result = replan(topology, two_speeds.profile(), plan, {0: 1.01})
+    assert result.best is result.present and not result.changed

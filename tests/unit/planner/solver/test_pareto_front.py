@@ -1,7 +1,5 @@
 """Prices counted by hand; the front is that of all choices of nodes, whose lower bounds hold."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 
@@ -90,14 +88,6 @@ def test_the_best_point_within_limits_is_chosen() -> None:
     for point in front:
         assert choose(front, "cost", max_seconds=point.plan.iteration_seconds) is point
         assert choose(front, "time", max_dollars=point.cost.dollars_per_iteration) is point
-    with pytest.raises(ValueError, match=r"no plan takes at most 0 s; the fastest and the cheapest take"):
-        choose(front, "time", max_seconds=0.0)
-
-
-def test_a_price_that_is_not_known_is_named() -> None:
-    problem = small_problem(3)
-    with pytest.raises(ValueError, match=r"the price of .* is not known; give these nodes dollars_per_hour"):
-        pareto_front(problem.to_search())
 
 
 def test_quotas_are_kept() -> None:
@@ -119,10 +109,6 @@ def test_quotas_are_kept() -> None:
         used = [rank for replica in point.plan.rank_order for stage in replica for rank in stage]
         assert sum(topology.devices[rank].kind.name == kind for rank in used) <= quotas[kind]
         assert point.nodes[-1] <= quotas[types[-1].name]
-    with pytest.raises(ValueError, match="there are no such nodes or devices; the cluster has"):
-        within(topology, types, rows, {"Z": 1})
-    with pytest.raises(ValueError, match="no node is left"):
-        within(topology, types, rows, dict.fromkeys(kinds, 0))
 
 
 INSIDE, NETWORK = Channel("NVLink", 1e12), Channel("Ethernet", 1e9)

@@ -215,21 +215,6 @@ def test_autohet_has_the_smallest_maximum_load_that_fits():
                 split(*pipeline, "autohet")
 
 
-def test_what_cannot_be_split() -> None:
-    for pipeline, options, words in (
-        *((pipeline_of([1.0] * 3, 2), dict(method=method), "3 stages for 2 blocks") for method in METHODS),
-        # The first stage holds the activations of two micro-batches: 1 + 2·1.
-        (pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]), {}, r"block 0 alone needs 3e-09 GB in slot slot [01]"),
-        (
-            pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0]),
-            {},
-            "the blocks need at least 1.7e-08 GB and the slots",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            split(*pipeline, **options)
-
-
 def every_choice(pipeline: Pipeline, bounds: Bounds) -> list[tuple[tuple[bool, ...], float, bool]]:
     """For every choice of stages that recompute: the choice, the seconds, and whether updates were left out."""
     found = []
