@@ -93,42 +93,6 @@ def test_variation_by_hand(transposed: bool, dtype: torch.dtype) -> None:
     assert [indices(selector(x, weight, count)) for count in (1, 2)] == [[0], [0, 3]]
 
 
-class ForgetfulVariation(WeightVariation):
-    """Without the incremental update: a pruned column counts as one that did not vary."""
-
-    def end_interval(self, weight: Tensor) -> None:
-        self._pruned.zero_()
-        super().end_interval(weight)
-
-
-@pytest.mark.parametrize("kind", [WeightVariation, ForgetfulVariation])
-def test_pruned_columns_come_back_thanks_to_the_incremental_update(kind: type[WeightVariation]) -> None:
-    """Kept columns vary less in each interval (as they converge), pruned ones not at all."""
-    selector = kind(torch.zeros(3, 6), seed=0)
-    # All columns vary in a first interval without pruning; 0 and 1 least, so that these are pruned first.
-    weight = settle(selector, torch.zeros(3, 6), torch.tensor([0.8, 0.9, 1.0, 1.1, 1.2, 1.3]))
-    pruned = []
-    for interval in range(8):
-        kept = selector(torch.zeros(1, 6), weight, 4)
-        weight = weight.index_add(1, kept, torch.full((3, 4), 0.5**interval))
-        selector.end_interval(weight)
-        pruned.append(sorted(set(range(6)) - set(indices(kept))))
-    assert pruned[0] == [0, 1]
-    came_back = all(any(column not in columns for columns in pruned) for column in (0, 1))
-    assert came_back is (kind is WeightVariation), pruned
-
-
-def test_columns_pruned_in_a_part_of_an_interval_keep_their_variation() -> None:
-    """The ratio may change within an interval; a column that any plan in it pruned was not trained throughout."""
-    weight, x = torch.zeros(2, 4), torch.zeros(1, 4)
-    selector = WeightVariation(weight, seed=0)
-    weight = settle(selector, weight, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert indices(selector(x, weight, 3)) == [1, 2, 3]
-    assert indices(selector(x, weight, 4)) == [0, 1, 2, 3]
-    selector.end_interval(weight + torch.tensor([9.0, 3.0, 2.0, 0.25]))
-    assert indices(selector(x, weight, 2)) == [1, 2]  # δ = [1 (kept), 3, 2, ¼]
-
-
 class PlainLayer:
     """What :class:`Applier` uses of a layer, without tensor parallelism."""
 

@@ -4,19 +4,8 @@ import dataclasses
 import re
 from typing import Any
 
-import pytest
-
 from colossal_hetero.balance import BalanceConfig, Pruning
 from colossal_hetero.balance.host_messages import launch_obstacle
-
-
-@pytest.mark.parametrize("mode, most", [("off", 0), ("resize", 0.9), ("migrate", 0), ("semi", 0.9), ("auto", 0)])
-def test_what_a_mode_prunes(mode: Any, most: float) -> None:
-    assert BalanceConfig(mode=mode).largest_resize == most
-    assert BalanceConfig(mode=mode).is_exact == (mode in ("migrate", "auto"))
-    limited = BalanceConfig(mode=mode, max_resize=0.3)
-    assert limited.largest_resize == (0.3 if mode in ("resize", "semi", "auto") else 0.0)
-    assert limited.is_exact == (mode == "migrate")
 
 
 def test_the_default_and_units_that_are_given_away_for_good() -> None:

@@ -11,7 +11,6 @@ from colossal_hetero.balance import BalanceConfig, BalancePlan
 from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
 from colossal_hetero.balance.plan import RankTimes
 from colossal_hetero.balance.ratios import KindProblem, Line, fastest_counts
-from colossal_hetero.balance.work_times import MAX_PATIENCE, MAX_SLOPE, MIN_SLOPE, RELAX_AFTER, Damping, WorkLine
 from tests.support.random_examples import IS_THOROUGH, examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 
@@ -20,15 +19,6 @@ MIGRATE = BalanceConfig(mode="migrate")
 
 
 SIMULATED = examples(ordinary=15, thorough=150)
-
-
-@pytest.mark.parametrize("noise", [0.1, 0.3])
-def test_noise_makes_no_stragglers_beside_a_real_one(noise: float) -> None:
-    """As with eight ranks on two cores: the least of eight noisy times is far below the others."""
-    for seed in range(20):
-        plans = SimulatedGroup(8, RESIZE, seed, noise=noise).run([4.0] * 40, 3)
-        pruned = [{rank for rank, ratio in enumerate(plan.resize) if ratio > 0} for plan in plans]
-        assert all(ranks <= {3} for ranks in pruned) and pruned[-1] == {3}, f"seed {seed}: {pruned}"
 
 
 @SIMULATED
@@ -82,52 +72,11 @@ def test_batches_of_different_lengths_are_no_stragglers(ranks: int, lengths: str
         assert group.plan == BalancePlan.idle(ranks), f"{iteration}: {group.plan}"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_a_straggler_is_found_among_batches_of_different_lengths(ranks: int) -> None:
-    random = np.random.default_rng(ranks)
-    for slow in range(ranks) if IS_THOROUGH else (0, ranks - 1):
-        group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.05)
-        for _ in range(60):
-            group.iterate([2.0 if rank == slow else 1.0 for rank in range(ranks)], float(random.lognormal(0.0, 0.5)))
-        loads = [group.load(rank) for rank in range(ranks)]
-        works = [OTHER + 0.7 * (2.0 if rank == slow else 1.0) * load for rank, load in enumerate(loads)]
-        assert loads[slow] < 0.8 and max(works) < 1.1 * min(works), loads
-
-
-@pytest.mark.parametrize("length", [0.1, 1.0, 5.0])
-def test_equal_work_is_in_seconds_from_the_first_decision_on(length: float) -> None:
-    """Costs of communication in seconds are compared with it."""
-    group = SimulatedGroup(2, RESIZE)
-    while not group.decisions:
-        group.iterate([2.0, 1.0], length)
-    slow, fast = group.speed.equal_work()
-    assert slow.work_seconds == pytest.approx(length * (OTHER + 1.4))
-    assert fast.work_seconds == pytest.approx(length * (OTHER + 0.7))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_strong_noise_is_no_change_of_speed(seed: int) -> None:
-    """As under a CPU quota, where a rank's work varies by a tenth and more between iterations."""
-    plans = SimulatedGroup(2, MIGRATE, seed, noise=0.5).run([4.0] * 200)[20:]
-    changes = sum(before.units != after.units for before, after in pairwise(plans))
-    assert changes <= 2, f"{changes} changes of the plan"
-    # A single slow iteration is none either.
-    assert set(SimulatedGroup(2, MIGRATE).run(([1.0] * 20 + [9.0]) * 2)) == {BalancePlan.idle(2)}
-
-
 def test_a_slow_drift_is_noticed() -> None:
     group = SimulatedGroup(2, MIGRATE, noise=0.02)
     group.run([1.0 + max(0.0, iteration - 50) / 350 for iteration in range(400)])
     works = [OTHER + 0.7 * slowdown * group.load(rank) for rank, slowdown in enumerate((2.0, 1.0))]
     assert max(works) < 1.08 * min(works), works
-
-
-def test_a_wrong_measurement_cannot_turn_the_line_over() -> None:
-    line = WorkLine(10.0)
-    line.measured(10, seconds=5.0, movable=4.0, iterations=8)
-    for seconds, slope in ((8.0, MIN_SLOPE * 0.8), (1.0, MAX_SLOPE * 0.1)):
-        line.measured(9, seconds, 0.9 * seconds, 8)
-        assert line.line(0.03).slope == pytest.approx(slope)
 
 
 def test_times_at_another_load_are_scaled_to_the_full_share() -> None:
@@ -154,34 +103,10 @@ def test_flicker_costs_at_most_two_percent(on: int, off: int) -> None:
             assert group.seconds <= 1.02 * unbalanced, f"{ranks} ranks, {slowdown} times as slow"
 
 
-@examples(ordinary=12, thorough=100)
-@given(st.integers(0, 10**6), st.integers(2, 4), st.floats(1.5, 8), st.integers(1, 12))
-def test_irregular_flicker(seed: int, ranks: int, slowdown: float, longest: int) -> None:
-    """With noise, and phases of any length."""
-    pattern = [1.0] * 10
-    random = np.random.default_rng(seed)
-    while len(pattern) < 300:
-        pattern += [slowdown] * int(random.integers(1, longest + 1)) + [1.0] * int(random.integers(1, longest + 1))
-    group, unbalanced = (
-        SimulatedGroup(ranks, config, seed=seed, noise=0.03) for config in (MIGRATE, BalanceConfig(mode="off"))
-    )
-    group.run(pattern)
-    unbalanced.run(pattern)
-    assert group.seconds <= 1.02 * unbalanced.seconds
-
-
 @pytest.mark.parametrize("slowdown", [1.5, 4.0, 8.0])
 def test_a_straggler_that_stays_is_answered_within_five_iterations(slowdown: float) -> None:
     plans = SimulatedGroup(2, MIGRATE).run([1.0] * 10 + [slowdown] * 5)
     assert plans[9] == BalancePlan.idle(2) != plans[-1]
-
-
-@pytest.mark.parametrize("on", [2, 3, 5, 12])
-def test_a_straggler_that_stays_is_answered_after_flicker_too(on: int) -> None:
-    group = SimulatedGroup(2, MIGRATE)
-    group.run([1.0] * 10 + ([4.0] * on + [1.0] * 3) * 60)
-    assert group.run([4.0] * (MAX_PATIENCE + 3))[-1] != BalancePlan.idle(2)
-    assert group.run([1.0] * 5)[-1] == BalancePlan.idle(2)  # and goes as fast as ever
 
 
 def test_flicker_of_one_rank_does_not_delay_the_answer_to_another() -> None:
@@ -189,30 +114,3 @@ def test_flicker_of_one_rank_does_not_delay_the_answer_to_another() -> None:
     for iteration in range(204):
         group.iterate([1.0, 4.0 if iteration % 6 < 3 else 1.0, 1.0, 1.0 if iteration < 198 else 3.0])
     assert group.plan.migrate[3] > 0 and group.plan.migrate[1] == 0
-
-
-def test_patience_doubles_with_each_plan_taken_back_and_relaxes_in_calm() -> None:
-    damping = Damping(2)
-    for expected in (4, 8, 16, 32, 32):
-        damping.relieved(0.6)
-        for _ in range(3):
-            damping.observed(slow_spell=False)
-        damping.relieved(0.0)
-        assert damping.patience == expected
-    for _ in range(RELAX_AFTER - 1):
-        damping.observed(slow_spell=False)
-    assert damping.patience == 32
-    damping.observed(slow_spell=True)
-    for _ in range(10 * RELAX_AFTER):
-        damping.observed(slow_spell=False)
-    assert damping.patience == 2
-
-
-@pytest.mark.parametrize(("shares", "iterations"), [((0.6, 0.0), 7), ((0.6, 0.5, 0.7), 1), ((0.6, 0.7, 0.0), 4)])
-def test_a_plan_that_lasted_or_was_only_adjusted_is_no_flicker(shares: tuple[float, ...], iterations: int) -> None:
-    damping = Damping(2)
-    for share in shares:
-        damping.relieved(share)
-        for _ in range(iterations):
-            damping.observed(slow_spell=False)
-    assert damping.patience == 2

@@ -45,21 +45,6 @@ def test_a_rank_is_compared_with_its_group() -> None:
             assert [rank.relative_score for rank in record.ranks] == pytest.approx(scores)
 
 
-def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
-    per_rank = [[local(i) for i in range(5)], [local(i) for i in (0, 2, 3)], [local(i) for i in (4, 3, 2)]]
-    assert [record.iteration for record in reports.merge_records(per_rank, [[0, 1, 2]])] == [2, 3]
-    assert reports.merge_records([[local(0)], []], [[0, 1]]) == []
-
-
-def test_what_any_group_did_or_noted_is_kept() -> None:
-    flags = [(False, ""), (True, "too slow"), (False, "")]
-    per_rank = [[local(plan_changed=changed, note=note)] for changed, note in flags]
-    (record,) = reports.merge_records(per_rank, [[0, 2], [1]])
-    assert (record.plan_changed, record.note) == (True, "too slow")
-    (record,) = reports.merge_records([per_rank[0], per_rank[2]], [[0, 1]])
-    assert (record.plan_changed, record.note) == (False, "")
-
-
 seconds = st.floats(0.01, 100)
 
 
@@ -94,18 +79,6 @@ def test_report_by_hand() -> None:
     assert (first.rank, first.resized, first.wait_seconds) == (0, 0.0, pytest.approx(0.5))
     assert (second.rank, second.resized, second.wait_seconds) == (1, 0.5, 0.0)
     assert (second.work_seconds, second.matmul_seconds, second.migrated, second.received) == (2.5, 1.5, 0.0, 0.0)
-
-
-def test_the_report_takes_medians_and_every_note_once_with_the_latest_last() -> None:
-    scores = [0.5, 1.0, 0.25, 0.3, 0.4]
-    views = [local(i, own_score=score, migrated=score, equal_work_seconds=4.0) for i, score in enumerate(scores)]
-    found = reported([local(i) for i in range(5)], views)
-    assert [rank.own_score for rank in found.ranks] == [1.0, 0.4]
-    assert [rank.relative_score for rank in found.ranks] == [1.0, 0.25]
-    assert [rank.migrated for rank in found.ranks] == [0.0, 0.4]
-    assert found.saved_seconds == pytest.approx(found.unbalanced_seconds - found.balanced_seconds)
-    assert found.waiting_seconds == 0.0 and found.notes == ()
-    assert reported([local(i, note=note) for i, note in enumerate(["", *"aab", "", *"acb"])]).notes == ("a", "c", "b")
 
 
 def test_what_was_given_away_for_good_stands_beside_what_migrated() -> None:
