@@ -290,9 +290,8 @@ def moved(plan, held) -> float:
 def test_the_fewest_bytes_move(seed: int, sizes: tuple[int, ...]) -> None:
     chance = random.Random(seed)
     topology = machines(Nodes("InfiniBand", sizes))
-    plan = unequal_plan(
-        make_plan([[[0], [1], [2]]], [1, 2, 3]), make_plan([[[3], [4]]], [2, 4]), make_plan([[[5]]], [6])
-    )
+    rows = (([[0], [1], [2]], [1, 2, 3]), ([[3], [4]], [2, 4]), ([[5]], [6]))
+    plan = unequal_plan(*(make_plan([ranks], layers) for ranks, layers in rows))
     held = [
         None if chance.random() < 0.2 else HeldLayers((tuple(sorted(chance.sample(range(7), 2))),))  # type: ignore[arg-type]
         for _ in range(6)

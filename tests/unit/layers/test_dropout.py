@@ -65,13 +65,6 @@ def test_a_unit_has_the_same_mask_on_each_rank(dim: int) -> None:
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
 
 
-def test_dropout_in_place_and_dropout_of_everything() -> None:
-    x = torch.ones(4, UNITS)
-    expected = dropped(x)
-    assert torch.equal(dropped(x, inplace=True), expected) and torch.equal(x, expected)
-    assert not Holder(lambda x: F.dropout(x, 1.0), OWN, -1)(torch.ones(4, UNITS)).any()
-
-
 def attention(query: Tensor, key: Tensor, value: Tensor, units: Sequence[UnitRange], **options: object) -> Tensor:
     torch.manual_seed(0)
 
@@ -166,20 +159,6 @@ def test_stages_draw_what_the_whole_model_draws(cut: tuple[str, str]) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert not torch.equal(expected[0] == 0, expected[1] == 0)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_repeated_blocks_draw_the_same(reentrant: bool) -> None:
-    plain, repeating = Model("012"), Model("012", reentrant)
-    gradients = []
-    for model in (plain, repeating):
-        with seeded(model).run(seed_of):
-            outputs = [model(inputs(number)) for number in range(3)]
-            for output in outputs:  # as in a pipeline: other micro-batches have begun before a block is repeated
-                output.square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_training", [True, False])

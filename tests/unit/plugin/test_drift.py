@@ -111,13 +111,6 @@ def report(plan: Plan, slowdowns: dict[int, float], better: Plan | None = None) 
     return dataclasses.replace(compare(plan, planned_times(plan, slowdowns), 0.2), proposal=proposal)
 
 
-def test_times_within_the_threshold_are_not_reported() -> None:
-    for slowdowns in ({}, {0: 1.19}, {1: 0.81}):
-        found = report(two_stages(), slowdowns)
-        assert found.drifted == ()
-        assert [stage.ratio for stage in found.stages] == pytest.approx([slowdowns.get(1, 1.0), slowdowns.get(0, 1.0)])
-
-
 @pytest.mark.parametrize("slowdown", [1.21, 3.0, 0.5])
 def test_names_the_drifted_stage_and_the_better_plan(slowdown: float) -> None:
     better = two_stages((6, 2), iteration_seconds=0.75)
@@ -223,9 +216,8 @@ def test_links_are_compared_with_the_plan() -> None:
     (link,) = compare_links(plan, machines(), of_ranks({(0, 1): [5.0] * 3, (1, 2): [0.02, 5.0, 0.021]}))
     assert link.ranks == (1, 2) and link.matters  # ranks 0 and 1 are on one node
     assert link.seconds == pytest.approx(0.021) and link.ratio == pytest.approx(0.021 / planned)
-    assert str(link) == (
-        "the link between rank 1 on n0 and rank 2 on n1 takes 21.00 ms for a message of 2 MB, planned 2.10 ms"
-    )
+    words = "the link between rank 1 on n0 and rank 2 on n1 takes 21.00 ms for a message of 2 MB, planned 2.10 ms"
+    assert str(link) == words
     # Three times as slow, but that is little beside an iteration; and nearly as slow as planned.
     for seconds, iteration in ((3 * planned, 10.0), (1.9 * planned, 0.01)):
         rare = plan.model_copy(update={"iteration_seconds": iteration})
@@ -302,13 +294,3 @@ def test_a_link_that_is_not_measured_now_stays_known() -> None:
     link = LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.5, 0.1, matters=True)
     looked_for, lines = followed([*[(1.0, (link,))] * 2, *[(2.0, ())] * 2, *[(2.0, (link,))] * 2])
     assert [links for _, links in looked_for] == [(link,)] * 2 and lines == 1
-
-
-@pytest.mark.parametrize(
-    "factors, expected", [([1, 1, 5, 1, 1], [4]), ([1, 5, 0.2, 5, 1], [4]), ([1, 1, 1, 1, 1], [3])]
-)
-def test_a_change_of_stages_waits_for_one_window_if_a_link_may_have_changed_too(factors, expected):
-    """Stages change in the second window, which the third one confirms."""
-    links = [LinkDrift((0, 1), ("n0", "n1"), SIZE, 0.1 * factor, 0.1, matters=factor != 1) for factor in factors]
-    looked_for, _ = followed([(1.0 if link is links[0] else 2.0, (link,)) for link in links])
-    assert [number for number, _ in looked_for] == expected
