@@ -53,16 +53,14 @@ class SimulatedReplica:
 
 
 class Simulation:
-    """Training whose global batches are divided by :class:`Redivision`. ``profile_errors``: what the profile says of
-    a replica's time, divided by the truth at the start. ``noise``: relative standard deviation of a replica's
-    time."""
+    """Training whose global batches are divided by :class:`Redivision`. ``noise``: relative standard deviation of a
+    replica's time."""
 
     def __init__(
         self,
         replicas: Sequence[SimulatedReplica],
         global_batch_size: int,
         *,
-        profile_errors: Sequence[float] | None = None,
         noise: float = 0.0,
         check_every: int = 5,
         seed: int = 0,
@@ -71,10 +69,9 @@ class Simulation:
         self._noise = noise
         self._random = random.Random(seed)
         self._check_every = check_every
-        errors = [1.0] * len(replicas) if profile_errors is None else profile_errors
         curves = [
-            Curve.from_seconds([error * each.sample_seconds * n / each.quota for n in range(1, global_batch_size + 1)])
-            for each, error in zip(replicas, errors, strict=True)
+            Curve.from_seconds([each.sample_seconds * n / each.quota for n in range(1, global_batch_size + 1)])
+            for each in replicas
         ]
         self.divider = BatchDivider(curves, 1, communication_seconds=COMMUNICATION)
         self.loop = Redivision(self.divider, global_batch_size, 0.02)
@@ -84,14 +81,12 @@ class Simulation:
         """Seconds of each iteration."""
         self.divisions: list[tuple[int, ...]] = []
         """Samples by replica, of each iteration."""
-        self.changes: list[int] = []
-        """Iterations after which global batches were divided again."""
 
-    def iterate(self, samples: Sequence[int], spikes: Sequence[float] | None = None) -> list[float]:
+    def iterate(self, samples: Sequence[int]) -> list[float]:
         """One iteration with so many samples on each replica; the seconds that each replica needs before it waits."""
         busy = []
-        for index, (replica, count) in enumerate(zip(self.replicas, samples, strict=True)):
-            noise = max(self._random.gauss(1.0, self._noise), 0.5) * (spikes[index] if spikes else 1.0)
+        for replica, count in zip(self.replicas, samples, strict=True):
+            noise = max(self._random.gauss(1.0, self._noise), 0.5)
             data = replica.data_seconds * max(count, 1)
             busy.append(data + replica.busy_until(self._now + data, count, noise) - (self._now + data))
         wall = max(busy) + COMMUNICATION
@@ -100,20 +95,19 @@ class Simulation:
         self.divisions.append(tuple(samples))
         return busy
 
-    def train(self, iterations: int, before: Callable[[int], Sequence[float] | None] = lambda iteration: None) -> None:
-        """Train; ``before`` is called with the number of each iteration, and may change replicas and return spikes."""
+    def train(self, iterations: int, before: Callable[[int], None] = lambda iteration: None) -> None:
+        """Train; ``before`` is called with the number of each iteration, and may change replicas."""
         times: list[list[GlobalBatchTime]] = [[] for _ in self.replicas]
         for iteration in range(iterations):
-            spikes = before(iteration)
+            before(iteration)
             shares = self.loop.allocation.shares
-            busy = self.iterate([share.samples for share in shares], spikes)
+            busy = self.iterate([share.samples for share in shares])
             for index, (of_replica, share, seconds) in enumerate(zip(times, shares, busy, strict=True)):
                 expected = self.divider.expected_seconds(index, share.sizes)
                 data = self.replicas[index].data_seconds * max(share.samples, 1)
                 of_replica.append(GlobalBatchTime(expected, max(share.samples, 1), seconds - data, data))
             if (iteration + 1) % self._check_every == 0:
                 if self.loop.observe(times):
-                    self.changes.append(iteration)
                     self.loop.skip(SKIPPED)
                 times = [[] for _ in self.replicas]
 

@@ -7,7 +7,12 @@ import pytest
 
 from benchmarks.planner.predicted_plans import load_measured_plans, predict
 from benchmarks.planner.published_clusters import read_published
-from benchmarks.planner.sailor_tables import import_bandwidths, make_topology, profile_part, read_gpu_tables
+from benchmarks.planner.sailor_tables import (
+    import_bandwidths,
+    make_topology,
+    profile_part,
+    read_gpu_tables,
+)
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.layer_profiles import times_of

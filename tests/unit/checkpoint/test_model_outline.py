@@ -83,17 +83,6 @@ def test_a_cover_has_each_element_once_and_the_rest_is_left(case: tuple[Box, lis
         assert not any(indices(part) & indices(box) for box in held)
 
 
-@given(st.integers(0, 3).flatmap(boxes), st.integers(1, 20))
-def test_pieces_are_the_elements_in_order(box: Box, numel: int) -> None:
-    pieces = box.pieces(numel)
-    assert [index for piece in pieces for index in sorted(indices(piece))] == sorted(indices(box))
-    row = box.numel // next((size for size in box.sizes if size > 1), 1)
-    assert all(piece.numel <= max(numel, row) for piece in pieces)
-
-
-SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
-
-
 def numbered(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(math.prod(shape)).view(shape)
 
@@ -129,24 +118,6 @@ def test_the_slices_of_the_shares_of_all_ranks_are_the_whole_tensor(data: st.Dat
         for start in range(0, shards * slice_size, slice_size):
             put(held_pieces.sliced(parts, local.shape, start, start + slice_size), local, found)
     assert torch.equal(found, values)
-
-
-@given(SHAPES, st.data())
-def test_a_flat_slice_is_cut_into_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
-    numel = math.prod(shape)
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel + 3))
-    values = numbered(shape)
-    everything = Box((0,) * len(shape), shape)
-    boxes = held_pieces.flat_boxes(shape, start, stop)
-    found = [values[everything.slices_of(box)].flatten() for box in boxes]
-    assert torch.equal(torch.cat([*found, values.new_empty(0)]), values.flatten()[start:stop])
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-
-
-def test_scalars_are_one_box() -> None:
-    assert held_pieces.whole(()) == (held_pieces.LocalPart(Box((), ()), Box((), ())),)
-    assert held_pieces.sliced(held_pieces.whole(()), (), 0, 1) == held_pieces.whole(())
 
 
 def pieces(values: torch.Tensor, rank: int, ranks: int) -> list[TensorPiece]:

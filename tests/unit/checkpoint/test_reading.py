@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.checkpoint.config import CheckpointError
-from colossal_hetero.checkpoint.participants import Holding, divide_files, spread
-from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, layer_file
+from colossal_hetero.checkpoint.participants import Holding, spread
+from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece
 from colossal_hetero.checkpoint.places import NodeCopy, Place, find_checkpoints, newest_whole
 from colossal_hetero.checkpoint.storage import DamagedCopy
 from colossal_hetero.checkpoint.transfers import Fetch, Need, Read, choose_sources, layer_order, reads_and_transfers
@@ -44,27 +44,6 @@ def test_no_single_move_helps_and_the_result_is_near_the_best(files: list[tuple[
 
 def holding(rank: int, layer: str, key: str = "w", size: int = 8, nodes: str = "aabb") -> Holding:
     return Holding(rank, nodes[rank], layer, "tp0of1", key, Box((0,), (size,)), size)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("uvwxyz")), min_size=1, max_size=16, unique=True))
-@pytest.mark.parametrize("with_local", [True, False])
-def test_each_node_writes_each_of_its_files_once_and_each_file_is_uploaded_once(with_local, held):
-    holdings = [holding(rank, layer) for rank, layer in held]
-    division = divide_files(holdings, with_local=with_local)
-    assert division == divide_files(reversed(holdings), with_local=with_local)
-    local = [("aabb"[rank], file.layer) for rank, files in division.local.items() for file in files]
-    assert sorted(local) == (sorted({("aabb"[rank], layer) for rank, layer in held}) if with_local else [])
-    shared = [(rank, file.layer) for rank, files in division.shared.items() for file in files]
-    assert sorted(layer for _, layer in shared) == sorted({layer for _, layer in held})
-    assert set(shared) <= set(held)
-    if with_local:  # a rank uploads what it has written
-        assert all(set(files) <= set(division.local[rank]) for rank, files in division.shared.items())
-
-
-def test_replicas_share_the_upload_evenly_and_names_mean_one_thing() -> None:
-    division = divide_files([holding(rank, layer) for rank in (0, 2) for layer in "stuvwxyz"])
-    assert [len(division.shared[rank]) for rank in (0, 2)] == [4, 4]
-    assert layer_file("x", "y.z") != layer_file("x.y", "z")
 
 
 SHARED = Location("", StorageTier.SHARED)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import Result
 from safetensors.torch import load_file
 
 from colossal_hetero.cli.main import batches
@@ -20,7 +19,7 @@ from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cost.plan import load_plan
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from colossal_hetero.planner.stages.split_methods import METHODS as SPLIT_METHODS
-from tests.support.batch_profiles import device, profile
+from tests.support.batch_profiles import profile
 from tests.support.command_line import failure, run
 from tests.support.layer_checkpoints import save_steps, tensors
 from tests.support.paths import REPOSITORY
@@ -29,59 +28,11 @@ from tests.support.planning import make_plans
 EXAMPLE = REPOSITORY / "examples/zero/profiles/a100-80-a100-40.json"
 CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"
 LAYERS = REPOSITORY / "examples/plans/opt-350-a100-v100.json"
-FULL_LINKS = [
-    {"ranks": (a, b), "protocol": "gloo", "latency_seconds": 1e-4, "bytes_per_second": 1e9}
-    for a in range(4)
-    for b in range(a)
-]
-
-
-def run_batches(*arguments: object) -> Result:
-    return run("batches", *arguments)
-
-
-def batches_failure(*arguments: object) -> str:
-    return failure("batches", *arguments)
 
 
 def saved(path: Path, **changes: Any) -> Path:
     save_profile(profile(**changes), path)
     return path
-
-
-def test_json_holds_every_rank_and_the_comparison(tmp_path: Path) -> None:
-    path = saved(tmp_path / "profile.json", links=[])
-    out = tmp_path / "batches.json"
-    assert (
-        run_batches(path, "--global-batch", 37, "--stage", 1, "--accumulation", "per_rank", "--out", out).exit_code == 0
-    )
-    content = json.loads(out.read_text())
-    assert content["schema"] == 1 and content["measured_stage"] == 0
-    assert content["allocation"]["stage"] == 1 and content["allocation"]["accumulation"] == "per_rank"
-    assert [rank["rank"] for rank in content["ranks"]] == [0, 1, 2, 3]
-    assert sum(rank["samples"] for rank in content["ranks"]) == 37
-    for rank in content["ranks"]:
-        assert sum(size * count for size, count in rank["runs"]) == rank["samples"]
-        total = rank["busy_seconds"] + rank["idle_seconds"] + content["allocation"]["communication_seconds"]
-        assert total == pytest.approx(content["allocation"]["wall_seconds"])
-    best, *others = (line["wall_seconds"] for line in content["comparison"] if line["accumulation"] == "per_rank")
-    assert all(best <= other for other in others)
-    assert sorted(tmp_path.iterdir()) == [out, path]
-
-
-def test_what_a_profile_lacks_is_named(tmp_path: Path) -> None:
-    slow, tiny = device("slow", flops=None), device("tiny", memory_bytes=2**30, max_batch=0, points=[])
-    for method, changes, words in (
-        ("flops", dict(kinds=[device(), slow], links=[]), "none for slow"),
-        ("adapt", dict(links=FULL_LINKS[:-1]), "no gloo link between ranks 2 and 3"),
-        ("exact", dict(kinds=[device(), tiny], ranks=[0, 0, 0, 1], links=FULL_LINKS), "rank 3 (tiny) cannot hold one"),
-    ):
-        path = saved(tmp_path / "profile.json", **changes)
-        assert words in batches_failure(path, "--global-batch", 8, "--method", method)
-        other = "adapt" if method == "exact" else "exact"  # only adapt drops a device without enough memory
-        result = run_batches(path, "--global-batch", 8, "--method", other)
-        left_out = words.partition(" between")[0].partition("rank 3 (tiny) ")[2] or words.partition(" between")[0]
-        assert result.exit_code == 0 and left_out in " ".join(result.output.split()), result.output
 
 
 def test_the_package_is_the_command() -> None:

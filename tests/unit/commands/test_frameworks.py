@@ -133,9 +133,8 @@ def test_the_text_says_the_plan(data: st.DataObject) -> None:
     together = [4 * node + device for node in data.draw(st.permutations(range(4))) for device in range(4)]
     ranks = iter(data.draw(st.permutations(range(16)) | st.just(together)))
     ranges = list(pairwise(sum(layers[:number]) for number in range(stages + 1)))
-    made = plan(
-        *(replica(*(stage(*each, [next(ranks) for _ in range(tensor)]) for each in ranges)) for _ in range(copies))
-    )
+    rows = [[stage(*each, [next(ranks) for _ in range(tensor)]) for each in ranges] for _ in range(copies)]
+    made = plan(*(replica(*row) for row in rows))
     for framework, patterns in NUMBERS.items():
         text = plan_for(framework, made, TOPOLOGY)
         if "cannot run" in text:

@@ -13,22 +13,7 @@ from tests.support.command_line import failure, run
 from tests.support.layer_profiles import layer_times
 from tests.support.plans import plan, replica, stage, unequal
 
-CLUSTER = """
-schema = 1
-
-[[clusters]]
-name = "here"
-
-[[clusters.nodes]]
-name = "new"
-devices = [{ kind = "A100-40", count = 2 }]
-nics = [{ kind = "Ethernet", gigabits_per_second = 50 }]
-
-[[clusters.nodes]]
-name = "old"
-devices = [{ kind = "V100-16", count = 2 }]
-nics = [{ kind = "Ethernet", gigabits_per_second = 50 }]
-"""
+CLUSTER = Path(__file__).with_name("cluster.toml").read_text(encoding="utf-8")
 
 LAYERS = 8  # embedding, six blocks, head
 
@@ -82,32 +67,6 @@ def test_a_plan_is_printed_and_written_and_says_how_good_it_is(files: tuple[Path
     _, early = planned(files, 16, "--gap", 1000)
     assert early.gap is not None and early.gap <= 10 and early.iteration_seconds >= made.iteration_seconds
     assert planned(files, 16, "--overlap")[1].bound_seconds is None
-
-
-def test_holmes_divides_by_the_speeds_that_clusters_reached_in_training(files: tuple[Path, Path]) -> None:
-    """Two clusters of equal GPUs, joined by other networks: their own speeds are equal."""
-    cluster = """
-[[clusters]]
-name = "{name}"
-training_speed = {speed}
-
-[[clusters.nodes]]
-devices = [{{ kind = "A100-40" }}]
-nics = [{{ kind = "Ethernet", gigabits_per_second = 50 }}]
-"""
-    files[0].write_text("schema = 1\n" + "".join(cluster.format(name=n, speed=s) for n, s in (("ib", 3), ("roce", 1))))
-    text, _ = planned(files, 8, "--micro-batch", "1", "--equal", "--method", "holmes", "--top", "8")
-    layouts = "".join(text.split())
-    assert "pp[A100-400-3|A100-404-5]" in layouts and "0-2|A100-403-5" not in layouts
-
-
-def test_devices_and_memory_that_are_missing(files: tuple[Path, Path]) -> None:
-    one, three = (planned(files, 8, "--memory-reserve", reserve)[1].replicas[0].stages[0] for reserve in (1, 3))
-    assert three.memory_overhead_bytes - one.memory_overhead_bytes == pytest.approx(2e9)
-    save_profile(profile(10**12), files[1])
-    assert "memory" in failure("plan", *files, "--global-batch", 8)
-    files[0].write_text(CLUSTER.replace('"V100-16"', '"T4"'))
-    assert "T4" in failure("plan", *files, "--global-batch", 8)
 
 
 def test_plans_of_other_schedules_are_printed_and_simulated(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -165,14 +124,6 @@ def test_a_slow_rank_is_planned_again_and_the_plan_is_written(files: tuple[Path,
     again = output("simulate", moved, "--slow", "0:6", "--cluster", cluster, "--profile", layers)
     assert text.split("planned again")[1].splitlines()[0] == again.split("planned again")[1].splitlines()[0]
     assert "no plan is faster than the present one" in output("simulate", path, "--slow", "0:1")
-
-
-def test_recomputation_and_zero_can_be_left_out(files: tuple[Path, Path]) -> None:
-    """An update takes as long as the passes of a micro-batch, so ZeRO stage 1 gains more than 1 %."""
-    save_profile(profile(update_seconds=0.1), files[1])
-    (_, both), (_, without) = planned(files, 8), planned(files, 8, "--zero-stages", "0", "--no-recompute")
-    assert (both.zero_stage, without.zero_stage) == (1, 0)
-    assert both.iteration_seconds < 0.99 * without.iteration_seconds
 
 
 PRICES = """

@@ -30,27 +30,8 @@ from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid escape sequence")  # in sources of others
 PACKAGE = REPOSITORY / "colossal_hetero"
-HYBRID = "colossalai.booster.plugin.hybrid_parallel_plugin"
-AMP = "colossalai.amp.naive_amp.mixed_precision_optimizer"
-ZERO = "colossalai.zero.low_level.LowLevelZeroOptimizer"
 
-ORDERS = {
-    f"{HYBRID}.HybridParallelPlugin.__init__": "ProcessGroupMesh PipelineStageManager OneForwardOneBackwardSchedule",
-    f"{HYBRID}.HybridParallelPlugin.configure": "HybridParallelModule HybridParallelAMPOptimizer setup_distributed",
-    f"{HYBRID}.HybridParallelPlugin.execute_pipeline": "forward_backward_step sync_shared_params sync_dp_grads",
-    f"{HYBRID}.HybridParallelNaiveOptimizer.step": "_compute_grad_norm _clip_grad_norm step",
-    f"{AMP}.MixedPrecisionOptimizer.step": "should_skip_step _compute_grad_norm _unscale_and_clip_grads step",
-    f"{ZERO}.__init__": "_sanity_checks GradientStore _create_master_param_current_rank _attach_reduction_hook",
-    f"{ZERO}.backward": "pre_backward backward _reduce_grad",
-    f"{ZERO}.backward_by_grad": "pre_backward_by_grad backward _reduce_grad",
-    f"{ZERO}.step": (
-        "should_skip_step get_partitioned_gradients_by_param_id _compute_grad_norm _unscale_and_clip_grads step "
-        "all_gather_into_flat_tensor_nd"
-    ),
-    "colossalai.shardformer.shard.sharder.ModelSharder.shard": "_preprocess _release_unheld_layers _postprocess",
-    "colossalai.pipeline.schedule.OneForwardOneBackwardSchedule.run_forward_backward": "load_batch forward_step",
-    "torch.distributed.distributed_c10d._new_group_with_tag": "sorted _new_process_group_helper",
-}
+ORDERS = dict(line.split(": ") for line in Path(__file__).with_name("orders.txt").read_text("utf-8").splitlines())
 """By function: calls in the order that methods and classes of this package rely on, which it puts in their place."""
 
 

@@ -1,7 +1,5 @@
 """The ViT example's command line, its models and its folders of images, without ranks."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from PIL import Image
@@ -18,17 +16,6 @@ from examples.vit.options import VitOptions, check_options, parse_options
 
 def options(line: str = "") -> VitOptions:
     return parse_options(line.split())
-
-
-def make_folder(root: Path, train: dict[str, int], test: dict[str, int], size: int = 32) -> Path:
-    """Make folders of images of one color; ``train`` and ``test`` give the number of images by class."""
-    for split, classes in (("train", train), ("test", test)):
-        for number, (name, count) in enumerate(classes.items()):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for index in range(count):
-                Image.new("RGB", (size, 2 * size), (40 * number, 10 * index, 0)).save(folder / f"{index}.png")
-    return root
 
 
 def test_ranks_are_divided() -> None:
@@ -82,6 +69,11 @@ def test_unusable_folders_of_images_are_reported(tmp_path):
             ({"cat": 3, "dog": 3}, {"cat": 1, "dog": 1}, "--batch-size 64"),
         )
     ):
-        root = make_folder(tmp_path / str(number), train, test)
+        root = tmp_path / str(number)
+        for split, classes in (("train", train), ("test", test)):
+            for name, count in classes.items():
+                (root / split / name).mkdir(parents=True)
+                for index in range(count):
+                    Image.new("RGB", (32, 64)).save(root / split / name / f"{index}.png")
         with pytest.raises(UsageError, match=says):
             find_data(options(f"--data folder --data-dir {root}"), 64)

@@ -1,20 +1,25 @@
-"""The layer profiler on a simulated clock, a model that is not changed, the memory of layers."""
+"""Layers: blocks and their bytes, times on a simulated clock, a model that is not changed, merged degrees."""
 
-import statistics
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (imports packages that transformers needs, without their warnings)
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.profiling import layer_memory
-from colossal_hetero.profiling.layer_profiler import profile_layers, relative_error
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from colossal_hetero.profiling.merge_ranks import MeasuredLayers, merge_degrees
+from colossal_hetero.profiling.model_layers import describe_layers, find_block_row
 from colossal_hetero.profiling.progress import Progress
 from tests.support.counted_memory import CountedMemory
-from tests.support.layer_profiles import times_of
+from tests.support.layer_profiles import layer_times, times_of
 from tests.support.simulated_layers import CLASSES, PERIOD, WIDTH, Model, SimulatedClock, SlowSGD, batch, use_clock
 from tests.support.snapshots import snapshot
 
@@ -78,17 +83,6 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x) + (0.0 if not hasattr(self, "more") else self.more.sum())
-
-
-def test_blocks_of_two_kinds_are_measured_separately(clock: SimulatedClock) -> None:
-    blocks = ((0.003, 0.006), (0.009, 0.001), (0.003, 0.006), (0.009, 0.001))
-    model = Model(clock, blocks=blocks, block=Wide)
-    profile = measure(model, clock, micro_batches=[1]).profile
-    times = times_of(profile, "cpu", 1, 1)
-    np.testing.assert_allclose(times.forward_seconds[1:-1], [each[0] for each in blocks])
-    np.testing.assert_allclose(times.backward_seconds[1:-1], [each[1] for each in blocks])
-    parameters = profile.sizes[0].parameter_bytes
-    assert parameters[2] - parameters[1] == 400 and parameters[1] == parameters[3]
 
 
 def test_the_model_is_not_changed() -> None:
@@ -224,11 +218,100 @@ def halving() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("of_median", [True, False])
-@pytest.mark.parametrize("count", [9, 40, 200])
-def test_typical_values_differ_as_much_as_it_says(of_median: bool, count: int) -> None:
-    random = np.random.default_rng(count)
-    samples = random.normal(2.0, 0.1, (3000, count))
-    typical = np.median(samples, axis=1) if of_median else samples.mean(axis=1)
-    errors = [relative_error(each.tolist(), of_median=of_median) for each in samples]
-    assert statistics.fmean(errors) == pytest.approx(typical.std() / 2.0, rel=0.15)
+HIDDEN, INNER, WORDS, TOKENS, LAYERS = 32, 64, 50, 16, 3
+SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "vocab_size": WORDS}
+WIDE = {**SIZES, "intermediate_size": INNER}
+FAMILIES: dict[str, tuple[type, Any]] = {
+    "transformer.h": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config(n_embd=HIDDEN, n_layer=LAYERS, n_head=2, vocab_size=WORDS),
+    ),
+    "model.layers": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**WIDE)),
+    "bert.encoder.layer": (transformers.BertForSequenceClassification, transformers.BertConfig(**WIDE)),
+    "model.decoder.layers": (
+        transformers.OPTForCausalLM,
+        transformers.OPTConfig(**SIZES, ffn_dim=INNER, word_embed_proj_dim=HIDDEN),
+    ),
+}
+
+
+transformers.logging.set_verbosity_error()
+
+
+def ids() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_transformers(name: str) -> None:
+    kind, config = FAMILIES[name]
+    model = kind(config).train()
+    random = torch.get_rng_state()
+    layers = describe_layers(model, ids())
+    assert model.training and torch.equal(torch.get_rng_state(), random)
+    assert (layers.row.name, len(layers.row.blocks)) == (name, LAYERS)
+    weights = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    tied = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    assert sum(layers.parameter_bytes) == 4 * (sum(weights.values()) + tied * WORDS * HIDDEN)
+    # OPT registers its last norm before its blocks.
+    assert any(part in each for each in layers.after for part in ("norm", "ln_f", "pooler")), layers.after
+    assert all("embed" in each or "wte" in each or "wpe" in each for each in layers.before)
+
+
+def t5() -> nn.Module:
+    with torch.device("meta"):
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=2, vocab_size=50)
+        )
+
+
+def test_other_models_have_the_same_blocks() -> None:
+    wrapped = nn.ModuleDict({"module": timm.create_model("vit_tiny_patch16_224", depth=2)})
+    assert find_block_row(wrapped).name == "module.blocks"
+    assert len(find_block_row(t5(), "encoder.block").blocks) == 2
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        self.parts = nn.ModuleList(timm.layers.Mlp(2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in [*self.parts, *self.parts]:
+            x = part(x)
+        return x
+
+
+def measured(degree: int, devices: tuple[str, ...], seconds: dict[str, float]) -> tuple[int, MeasuredLayers]:
+    times = tuple(layer_times(device, (each,) * 3, tensor_parallel=degree) for device, each in seconds.items())
+    ones = (8 // degree,) * 3
+    sizes = LayerSizes(tensor_parallel=degree, parameter_bytes=ones, activation_bytes=ones, output_bytes=ones)
+    profile = ModelProfile(name="net", rank_devices=devices, times=times, sizes=(sizes,))
+    return degree, MeasuredLayers(profile, devices, (100,) * len(devices))
+
+
+def test_groups_have_the_kind_of_their_members() -> None:
+    alone = measured(1, ("cpu", "cpu", "cpu-2", "cpu-2"), {"cpu": 1.0, "cpu-2": 3.0})
+    # As groups, the slow ranks are the first ones of their kind.
+    pairs = measured(2, ("cpu-2", "cpu-2", "cpu", "cpu"), {"cpu-2": 0.6, "cpu": 1.7})
+    merged, remarks = merge_degrees([alone, pairs])
+    profile = merged.profile
+    assert remarks == () and merged.devices == profile.rank_devices == ("cpu", "cpu", "cpu-2", "cpu-2")
+    assert profile.tensor_parallel_degrees("cpu") == profile.tensor_parallel_degrees("cpu-2") == (1, 2)
+    assert times_of(profile, "cpu", 1, 1).forward_seconds[0] == 1.0
+    assert times_of(profile, "cpu", 2, 1).forward_seconds[0] == 0.6
+    assert times_of(profile, "cpu-2", 2, 1).forward_seconds[0] == 1.7
+    assert [each.parameter_bytes[0] for each in profile.sizes] == [8, 4]
+    # Of several groups of a kind the slowest counts.
+    alone = measured(1, ("cpu",) * 4, {"cpu": 1.0})
+    for devices in (("cpu", "cpu", "cpu-2", "cpu-2"), ("cpu-2", "cpu-2", "cpu", "cpu")):
+        merged, _ = merge_degrees([alone, measured(2, devices, {"cpu": 0.9, "cpu-2": 0.6})])
+        assert times_of(merged.profile, "cpu", 2, 1).forward_seconds[0] == 0.9
+    # Groups of several kinds are left out.
+    alone = measured(1, ("cpu", "cpu-2"), {"cpu": 1.0, "cpu-2": 3.0})
+    merged, remarks = merge_degrees([alone, measured(2, ("cpu", "cpu"), {"cpu": 2.0})])
+    assert merged == alone[1]
+    assert remarks == ("tensor parallel 2: groups of unequal devices are left out: ranks 0 to 1 are cpu and cpu-2",)

@@ -44,9 +44,7 @@ def test_pairs_and_mappings() -> None:
     assert default_training_step(Transformer(False), outputs_and_batch, batch) == 7.0
 
 
-def trial(
-    model: nn.Module, step: Any, data: Any = None, backward: Any = torch.Tensor.backward, **options: Any
-) -> TrialRun:
+def trial(model: nn.Module, step: Any, data: Any = None, backward: Any = torch.Tensor.backward, **options) -> TrialRun:
     """Trials on the samples 0, 1 and 2."""
     loader = DataLoader(data or TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2, **options)
     return TrialRun(model, SimpleNamespace(backward=backward), None, step, loader)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """What is refused, and in which words. Each text file is one table of cases: a line ``$ case``, below it what is said.
 
-``commands.txt`` has command lines, ``flags.txt`` flags of the examples, ``settings.txt`` Python expressions, and
-``files.txt`` changes of valid files.
+``commands.txt`` has command lines, ``flags.txt`` flags of the examples, ``files.txt`` changes of valid files, and
+``settings.txt`` Python expressions, below the modules of the package, and those of tests, whose names they use.
 """
 
 import copy
@@ -111,10 +111,6 @@ def sampler() -> GlobalBatchSampler:
     return GlobalBatchSampler(10, 4, 0, 1, shuffle=True, seed=7)
 
 
-def measure_layers(**options: Any) -> None:
-    measure(Model(SimulatedClock()), **options)
-
-
 def planned(devices: dict[str, int], memory: int = 100, **changes: Any) -> None:
     """A search on one node, with some fields of the small profile, and with wishes."""
     fields = {name: changes.pop(name) for name in ("blocks", "degrees") if name in changes}
@@ -139,49 +135,19 @@ class Endless:
         return index
 
 
-MODULES = (
-    *("balance", "balance.plan", "testing", "elastic.environment", "elastic.membership", "elastic.world", "planner"),
-    *("plugin.zero.zero_plugin", "plugin.zero.zero_stages", "plugin.zero.zero_checkpoints", "plugin.elastic.members"),
-    *("planner.batches.allocation", "planner.cluster.all_reduce", "planner.cluster.gpu_catalog"),
-    *("planner.cluster.group_networks", "planner.cluster.topology", "planner.cost.simulate"),
-    *("planner.profile.estimate", "planner.cost.layout_line", "planner.cost.pass_order", "planner.batches.adapt"),
-    *(
-        "checkpoint.held_pieces",
-        "checkpoint.restoring",
-        "checkpoint.saver",
-        "common.atomic_files",
-        "elastic.held_layers",
-    ),
-    *("elastic.memory_file", "layers", "planner.cluster.cluster_file", "planner.solver.replan"),
-    *("plugin.zero.elementwise_updates", "profiling.training_step"),
-)
-TESTS = {
-    "adapt": "planner.batches.test_adapt",
-    "arguments": "plugin.test_arguments",
-    "describing": "profiling.test_model_layers",
-    "gradients": "plugin.test_gradients",
-    "loading": "data_parallel.test_batch_loader",
-    "outline": "checkpoint.test_model_outline",
-    "probing": "probe.test_probe",
-    "profiling": "profiling.test_layer_profiler",
-    "progress": "data_parallel.test_progress",
-    "reading": "checkpoint.test_reading",
-    "sailor": "benchmarks.test_sailor_tables",
-    "splitting": "planner.stages.test_split_methods",
-}
-"""By the name in the tables: test modules whose builders they use."""
+HEAD = Path(__file__).with_name("settings.txt").read_text(encoding="utf-8").partition("$")[0]
+MODULES, TESTS = (line.partition(": ")[2].split() for line in HEAD.splitlines())
 SETTINGS: dict[str, Any] = {}
 for each in MODULES:
     SETTINGS |= vars(importlib.import_module(f"colossal_hetero.{each}"))
 SETTINGS |= {name: getattr(colossal_hetero, name) for name in colossal_hetero.__all__} | vars(plans) | vars(machines)
 SETTINGS |= dict(elastic_plugin=elastic_plugin, elastic_environment=elastic_environment, stragglers=stragglers)
 SETTINGS |= dict(sampler=sampler, loader=loader, make_loader=make_loader, Stream=Stream, Endless=Endless)
-SETTINGS |= {name: importlib.import_module(f"tests.unit.{path}") for name, path in TESTS.items()}
-SETTINGS |= dict(
-    measure=measure, measure_layers=measure_layers, planned=planned, make_plans=make_plans, nn=nn, copy=copy
-)
+for room, _, name in (each.rpartition(".") for each in TESTS):
+    SETTINGS[name] = importlib.import_module(f"tests.unit.{room}.test_{name}")
+SETTINGS |= dict(measure=measure, planned=planned, make_plans=make_plans, nn=nn)
 SETTINGS |= dict(predict_plan=predict_plan, two_speeds=two_speeds, layer_checkpoints=layer_checkpoints, torch=torch)
-SETTINGS |= dict(save_steps=save_steps, Model=Model, SimulatedClock=SimulatedClock, device=device, timm=timm)
+SETTINGS |= dict(save_steps=save_steps, Model=Model, SimulatedClock=SimulatedClock, device=device, copy=copy, timm=timm)
 SETTINGS |= dict(batch_profile=batch_profile, layer_profile=layer_profile, inf=math.inf, nan=math.nan, np=np)
 SETTINGS |= dict(evaluate_layout=evaluate_layout, OPT_CLUSTER=load_cluster(EXAMPLES / "clusters/a100-v100.toml"))
 SETTINGS["OPT_350"] = layer_profiles.load_profile(EXAMPLES / "opt-350-a100-v100.json")
@@ -191,9 +157,8 @@ SETTINGS["MODEL"] = Transformer(layers=30, hidden=3072, vocabulary=51200, sequen
 
 
 def setting(expression: str, folder: Path) -> str:
-    return refusal(
-        (ValueError, TypeError, RuntimeError, LookupError, OSError), eval, expression, SETTINGS | {"folder": folder}
-    )
+    kinds = (ValueError, TypeError, RuntimeError, LookupError, OSError)
+    return refusal(kinds, eval, expression, SETTINGS | {"folder": folder})
 
 
 FILES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {

@@ -1,10 +1,12 @@
-"""Batch profiles, curves through measured points, and allocations against all others by enumeration."""
+"""Batch profiles, curves, and allocations against all others; ADAPT's rings, dropped devices and links."""
 
 import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
+from itertools import combinations, permutations
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Allocation, Curve, allocate
+from colossal_hetero.planner.batches import adapt as adapt_module
+from colossal_hetero.planner.batches.adapt import (
+    EXACT_DEVICES,
+    AdaptPlan,
+    RingNetwork,
+    ring_cost,
+    ring_order,
+    with_cluster_links,
+)
 from colossal_hetero.planner.batches.allocation import METHODS, largest_remainders
 from colossal_hetero.planner.batches.batch_profile import load_profile, save_profile
-from colossal_hetero.planner.batches.time_curve import MAX_DIP, MAX_SPREAD, equal_devices, joint_curves, joint_seconds
+from colossal_hetero.planner.batches.time_curve import MAX_DIP, equal_devices, joint_curves
+from colossal_hetero.planner.cluster.cluster_file import save_cluster
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, MeasuredLink
+from colossal_hetero.planner.report.batch_report import compare
 from tests.support.batch_profiles import GIB, device, profile
+from tests.support.command_line import failure, run
+from tests.support.machines import of_nodes
 from tests.support.random_examples import examples
 
 
@@ -42,20 +59,6 @@ def test_curves_communication_and_flops_of_a_profile() -> None:
     assert [point.batch for point in device(points=points).points] == [1, 4]
 
 
-def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:
-    # The state is 9, 10.5 and 12 GiB smaller than at stage 0; a sample takes 2 GiB.
-    assert [profile().kind_max_batches(stage)[0] for stage in range(4)] == [4, 4 + 4, 4 + 5, 4 + 6]
-    # At stage 0 the memory for half a sample stays unused; at stage 1 it is used.
-    assert [profile().kind_max_batches(stage)[1] for stage in range(2)] == [2, 2 + 5]
-    assert profile().state_bytes(3) == [4 * GIB, 4 * GIB]
-    # If the measured largest batch differs from the computed one, the predictions are corrected by the difference.
-    wasteful = profile(kinds=[device(max_batch=3)], ranks=[0] * 4, links=[])
-    assert wasteful.kind_max_batches(3)[0] == 9
-    # Fewer ranks each hold more of the state.
-    assert profile().state_bytes(0, 2) == profile().state_bytes(0) and profile().state_bytes(3, 2) == [8 * GIB] * 2
-    assert [curve.max_batch for curve in profile().curves(3, sharing_ranks=2)] == [8, 6, 8, 6]
-
-
 def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() -> None:
     small = device("small", max_batch=0, memory_bytes=10 * GIB)
     one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])
@@ -71,17 +74,6 @@ def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
         times.append(time * draw(st.floats(1 - MAX_DIP / 2.1, 1.0)))
         time += draw(st.floats(0.0, 1.0))
     return dict(zip(batches, times, strict=True)), draw(st.integers(1, 100))
-
-
-@given(measured())
-def test_curves_rise_and_stay_near_the_points(case: tuple[dict[int, float], int]) -> None:
-    points, max_batch = case
-    curve = Curve.through(points, max_batch)
-    assert curve.max_batch == max_batch and curve.seconds.shape == (max_batch + 1,)
-    assert (np.diff(curve.seconds) >= 0).all() and (curve.seconds > 0).all() and curve.seconds[0] == curve.seconds[1]
-    for batch, seconds in points.items():
-        if batch <= max_batch:
-            assert curve.seconds[batch] == pytest.approx(seconds, rel=MAX_DIP)
 
 
 def test_curves_by_hand() -> None:
@@ -118,21 +110,6 @@ def test_below_the_smallest_batch_the_curve_is_level() -> None:
 
 def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curve:
     return Curve.from_seconds(factor * (0.2 + 0.1 * np.arange(1, max_batch + 1)), min_batch)
-
-
-def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
-    curves = [device_curve(1.0), device_curve(2.0), device_curve(1.02), device_curve(2.0 * (1 + 0.5 * MAX_SPREAD))]
-    groups = equal_devices(["gpu"] * 4, curves)
-    assert groups == [[0, 2], [1, 3]]
-    joint = joint_curves(curves, groups)
-    assert joint[0] is joint[2] and joint[1] is joint[3]
-    np.testing.assert_allclose(joint[0].seconds, 1.01 * curves[0].seconds)
-    # A group is never wider than the spread, and devices of different names are never equal.
-    assert equal_devices(["gpu"] * 4, [device_curve(factor) for factor in (1.0, 1.08, 1.16, 1.24)]) == [[0, 1], [2, 3]]
-    assert equal_devices(["a", "b", "a"], [device_curve(1.0)] * 3) == [[0, 2], [1]]
-    both = [device_curve(1.0), Curve(np.ones(1))]
-    assert [each.max_batch for each in joint_curves(both, equal_devices(["gpu", "cpu"], both))] == [64, 0]
-    assert joint_seconds([1.0, 2.0, 4.0], [[0, 2], [1]]) == [2.5, 2.0, 2.5]
 
 
 def test_each_device_keeps_its_largest_micro_batch() -> None:
@@ -346,3 +323,168 @@ def test_the_flops_method_divides_in_proportion_to_flops() -> None:
     found = allocate([curve] * 2, 24, 2, method="flops", flops=[2e12, 1e12])
     assert [share.sizes for share in found.shares] == [(8, 8), (4, 4)]
     assert list(largest_remainders([1, 1, 1], 5)) == [2, 2, 1]
+
+
+GPU, CPU = ("nccl", "gloo"), ("gloo",)
+
+
+def link(ranks: tuple[int, int], protocol: str, latency: float, bytes_per_second: float = 1e30) -> MeasuredLink:
+    return MeasuredLink(ranks=ranks, protocol=protocol, latency_seconds=latency, bytes_per_second=bytes_per_second)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> np.ndarray:
+    count = draw(st.integers(1, 7))
+    edge = draw(st.sampled_from([st.floats(0.01, 10), st.integers(1, 4).map(float)]))
+    seconds = np.array(draw(st.lists(edge, min_size=count * count, max_size=count * count))).reshape(count, count)
+    return np.minimum(seconds, seconds.T) if draw(st.booleans()) else seconds
+
+
+@examples(ordinary=50, thorough=300)
+@given(matrices())
+def test_no_ring_is_better(seconds: np.ndarray) -> None:
+    count = len(seconds)
+    ring = ring_order(seconds)
+    assert ring[0] == 0 and sorted(ring) == list(range(count))
+    every = [(0, *rest) for rest in permutations(range(1, count))]
+    longest = min(ring_cost(seconds, each)[0] for each in every)
+    assert ring_cost(seconds, ring)[0] == longest
+    total = min(ring_cost(seconds, each)[1] for each in every if ring_cost(seconds, each)[0] == longest)
+    assert ring_cost(seconds, ring)[1] == pytest.approx(total)
+
+
+@pytest.mark.parametrize("count", [EXACT_DEVICES + 1, 40])
+def test_a_hidden_ring_is_found(count: int) -> None:
+    """One ring has short edges and all other edges are long. There are too many devices to try all permutations."""
+    random = np.random.default_rng(count)
+    hidden = random.permutation(count)
+    seconds = random.uniform(2.0, 3.0, (count, count))
+    seconds[hidden, np.roll(hidden, -1)] = random.uniform(0.5, 1.0, count)
+    ring = ring_order(np.minimum(seconds, seconds.T))
+    assert ring_cost(np.minimum(seconds, seconds.T), ring)[0] <= 1.0
+    assert sorted(ring) == list(range(count)) and ring[0] == 0
+
+
+def adapt(curves: list[Curve], samples: int, stage: int, **network: Any) -> AdaptPlan:
+    return adapt_module.adapt(lambda ranks: curves, samples, stage, RingNetwork(**{"message_bytes": 0, **network}))
+
+
+def straight(seconds: float, most: int = 16) -> Curve:
+    return Curve.from_seconds([seconds * b for b in range(1, most + 1)])
+
+
+def mesh(count: int, gloo: float, nccl: float | None = None, only: tuple[int, ...] = ()) -> list[MeasuredLink]:
+    """Links that take ``gloo`` or ``nccl`` seconds for any message; ``only`` limits the NCCL links to some devices."""
+    found = [link(pair, "gloo", gloo) for pair in combinations(range(count), 2)]
+    if nccl is not None:
+        found += [link(pair, "nccl", nccl) for pair in combinations(only or range(count), 2)]
+    return found
+
+
+def test_two_cpus_are_dropped_together() -> None:
+    """If only one of them is dropped, the others still use Gloo and compute longer."""
+    curves = [straight(1.0), straight(1.0), straight(2.0), straight(2.0)]
+    links = mesh(4, 3.0, 0.1, only=(0, 1))
+    plan = adapt(curves, 12, 0, links=links, protocols=[GPU, GPU, CPU, CPU])
+    assert plan.dropped == (2, 3) and plan.protocol == "nccl" and plan.cost_seconds == pytest.approx(6.1)
+    assert any("use nccl instead of gloo" in step.reason and step.kept for step in plan.steps)
+
+
+def test_one_device_may_remain_and_one_that_holds_nothing_is_dropped_first() -> None:
+    plan = adapt([straight(1.0), straight(50.0)], 4, 2, links=mesh(2, 9.0), protocols=[CPU] * 2)
+    assert plan.ring == (0,) and plan.dropped == (1,) and plan.cost_seconds == 4.0
+    alone = adapt([straight(1.0)], 4, 2, links=[], protocols=[CPU])
+    assert alone.ring == (0,) and alone.cost_seconds == 4.0 and len(alone.steps) == 1
+    curves = [straight(1.0), straight(1.0).limited(0), straight(1.0)]
+    plan = adapt(curves, 4, 0, links=mesh(3, 0.1), protocols=[CPU] * 3)
+    assert plan.dropped == (1,) and plan.steps[0].reason == "cannot hold one sample: rank 1"
+
+
+@examples(ordinary=25, thorough=60)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 5), st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.sampled_from([0, 3]),
+    st.floats(0, 10),
+    st.floats(0.01, 1),
+    st.randoms(use_true_random=False),
+)
+def test_costs_are_those_of_the_best_ring_and_batches(devices, samples, stage, gloo, faster, random):
+    """The cost is that of the best ring among all permutations of the kept devices. It is at most the cost of all
+    devices and at least the cost of the best subset."""
+    curves = [straight(seconds, 6) for seconds, _ in devices]
+    protocols = [GPU if is_gpu else CPU for _, is_gpu in devices]
+    hop = {pair: gloo * random.random() for pair in combinations(range(len(devices)), 2)}
+    links = [link(p, "gloo", s) for p, s in hop.items()] + [link(p, "nccl", s * faster) for p, s in hop.items()]
+
+    def cost(ranks: tuple[int, ...]) -> float:
+        scale = faster if all(protocols[rank] == GPU for rank in ranks) else 1.0
+        edge = min(
+            max((scale * hop[min(a, b), max(a, b)] for a, b in zip(r, r[1:] + r[:1], strict=True) if a != b), default=0)
+            for r in permutations(ranks)
+        )
+        return allocate([curves[rank] for rank in ranks], samples, stage, communication_seconds=edge).wall_seconds
+
+    everyone = tuple(range(len(devices)))
+    plan = adapt(curves, samples, stage, links=links, protocols=protocols)
+    assert plan.cost_seconds == pytest.approx(cost(tuple(sorted(plan.ring))))
+    assert sorted(plan.ring + plan.dropped) == list(everyone)
+    assert plan.cost_seconds <= plan.steps[0].cost_seconds == pytest.approx(cost(everyone))
+    subsets = [each for count in range(1, len(everyone) + 1) for each in combinations(everyone, count)]
+    assert plan.cost_seconds >= min(map(cost, subsets)) * (1 - 1e-9)
+    kept = [step.cost_seconds for step in plan.steps if step.kept]
+    assert kept == sorted(kept, reverse=True) and kept[-1] == plan.cost_seconds
+
+
+def nics(**rates: float) -> tuple[Channel, ...]:
+    return tuple(Channel(kind, rate, 2e-6 if kind == "InfiniBand" else 3e-5) for kind, rate in rates.items())
+
+
+TOPOLOGY = of_nodes(
+    [
+        ([GPUS["A100-40"]] * 2, Channel("NVLink", 3e11, 5e-6), nics(InfiniBand=2e10, Ethernet=3e9)),
+        ([GPUS["V100-16"]], Channel("NVLink", 1.5e11), nics(InfiniBand=1e10, Ethernet=1e9)),
+        ([DeviceKind("host", 10**11, 1e12)], Channel("local", 9e9), nics(Ethernet=2e9)),
+    ]
+)
+
+
+def four_devices(**changes: object):
+    kinds = [device("A100", protocols=GPU), device("V100", protocols=GPU), device("cpu", protocols=CPU)]
+    return profile(**{"kinds": kinds, "ranks": [0, 0, 1, 2], "links": (), **changes})
+
+
+def test_each_pair_has_a_link_in_each_common_protocol() -> None:
+    links = with_cluster_links(four_devices(), TOPOLOGY).links
+    found = {(*link.ranks, link.protocol): (link.bytes_per_second, link.latency_seconds) for link in links}
+    ethernet = pytest.approx(30e-6)
+    assert found == {
+        (0, 1, "nccl"): (3e11, pytest.approx(5e-6)),
+        (0, 1, "gloo"): (3e11, pytest.approx(5e-6)),
+        (0, 2, "nccl"): (1e10, pytest.approx(2e-6)),
+        (1, 2, "nccl"): (1e10, pytest.approx(2e-6)),
+        (0, 2, "gloo"): (1e9, ethernet),
+        (1, 2, "gloo"): (1e9, ethernet),
+        (0, 3, "gloo"): (2e9, ethernet),
+        (1, 3, "gloo"): (2e9, ethernet),
+        (2, 3, "gloo"): (1e9, ethernet),
+    }
+
+
+def test_the_command_drops_devices_by_the_links_of_a_cluster_file(tmp_path: Path) -> None:
+    """A CPU that makes all use slow Ethernet is dropped; the same profile with these links gives the same."""
+    batches, cluster, out = tmp_path / "profile.json", tmp_path / "cluster.toml", tmp_path / "out.json"
+    fast = [{"batch": 1, "seconds": 10.0}, {"batch": 4, "seconds": 25.0}]
+    slow = [{"batch": 1, "seconds": 900.0}, {"batch": 4, "seconds": 3600.0}]
+    kinds = [
+        *(device(name, protocols=GPU, points=fast) for name in ("A100", "V100")),
+        device("cpu", protocols=CPU, points=slow),
+    ]
+    save_profile(four_devices(kinds=kinds, communication_seconds=0.0), batches)
+    save_cluster(TOPOLOGY, cluster)
+    result = run("batches", batches, "--global-batch", 16, "--method", "adapt", "--cluster", cluster, "--out", out)
+    assert result.exit_code == 0, result.output
+    expected = compare(with_cluster_links(load_profile(batches), TOPOLOGY), 16, method="adapt").adapt
+    assert expected is not None and expected.dropped == (3,) and expected.protocol == "nccl"
+    assert "dropped" in result.output and '"dropped": [3]' in out.read_text()
+    assert "no such file" in failure("batches", batches, "--global-batch", 16, "--cluster", tmp_path / "none.toml")

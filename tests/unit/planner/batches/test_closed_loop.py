@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from colossal_hetero.planner import Curve
-from colossal_hetero.planner.batches.closed_loop import PATIENCE, BatchDivider, GlobalBatchTime, Redivision, Speed
+from colossal_hetero.planner.batches.closed_loop import PATIENCE, BatchDivider, GlobalBatchTime, Redivision
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.simulated_replicas import SimulatedReplica, Simulation
 
@@ -90,50 +90,6 @@ def test_a_quota_that_is_put_on_and_taken_off(seconds: float, quota: float, plac
         assert passed <= 1.05
 
 
-@pytest.mark.parametrize(
-    ("error", "slow", "quota", "seed"), paired((0.75, 0.85, 1.15, 1.25), (0, 1), (1.0, 1.0, 0.5, 0.5))
-)
-def test_a_wrong_profile_is_corrected(error: float, slow: int, quota: float, seed: int) -> None:
-    devices = replicas(2, 0.4 * 2 / 192)
-    devices[slow].quota = quota
-    errors = [1.0, 1.0]
-    errors[slow] = error
-    simulation = Simulation(devices, 192, profile_errors=errors, noise=0.02, seed=seed)
-    simulation.train(60)
-    slow_by = slowness(simulation, 0, 60)
-    assert slow_by[0] > 1.04
-    # Under a quota, times of single iterations differ by the time that was saved up before them.
-    assert max(slow_by[AFTER:]) <= (1.03 if quota == 1.0 else 1.08), slow_by
-
-
-@pytest.mark.parametrize(("noise", "count", "seed"), paired((0.01, 0.03, 0.1), (2, 3)))
-def test_noise_changes_little(noise: float, count: int, seed: int) -> None:
-    """In a hundred checks, chance leads to at most two small changes, unless single iterations differ by a tenth."""
-    simulation = Simulation(replicas(count, 0.3 * count / 96), 96, noise=noise, seed=seed)
-    simulation.train(500)
-    slow_by = slowness(simulation, 0, 500)
-    assert sum(slow_by) / len(slow_by) <= (1.03 if noise <= 0.03 else 1.04)
-    assert noise > 0.03 or (len(simulation.changes) <= 2 and max(slow_by) <= 1.04), simulation.changes
-
-
-def test_a_spike_changes_nothing() -> None:
-    simulation = Simulation(replicas(2, 0.3 * 2 / 96), 96, noise=0.01)
-    simulation.train(60, lambda iteration: (1.0, 10.0) if iteration in (22, 38) else None)
-    assert simulation.changes == []
-
-
-def test_a_speed_that_drifts_is_followed() -> None:
-    devices = replicas(2, 0.4 * 2 / 192)
-    simulation = Simulation(devices, 192, noise=0.02, seed=3)
-
-    def before(iteration: int) -> None:
-        devices[1].sample_seconds = devices[0].sample_seconds * (1.0 + iteration / 200)
-        if iteration >= 4 * CHECK_EVERY and (iteration + 1) % CHECK_EVERY == 0:  # just before the next check
-            assert slowness(simulation, iteration - 1, iteration)[0] <= 1.06, iteration
-
-    simulation.train(200, before)
-
-
 def test_slow_data_is_divided_by() -> None:
     """Loading takes 1.6 times as long as computing on one replica: 24 + 24 samples would take 2.6 times as long as one
     replica computes, the best division 1.44 times as long."""
@@ -159,16 +115,6 @@ def constant(speeds: Sequence[float], redivision: Redivision, count: int) -> lis
     ]
 
 
-def test_skipped_global_batches_are_not_judged() -> None:
-    redivision = loop()
-    redivision.skip(4)
-    slow, equal = constant([1.0, 5.0], redivision, 4), constant([1.0, 1.0], redivision, 3)
-    assert not redivision.observe([[*first, *then] for first, then in zip(slow, equal, strict=True)])
-    assert redivision.observe(constant([1.0, 2.0], redivision, 3))
-    assert [share.samples for share in redivision.allocation.shares] == [8, 4]
-    assert redivision.speeds == (Speed(1.0), Speed(2.0))
-
-
 def test_what_does_not_lead_to_a_new_division() -> None:
     redivision = loop()
     assert not redivision.observe(constant([1.0, 3.0], redivision, 2))
@@ -192,11 +138,3 @@ def test_after_a_wrong_step_a_replica_is_not_believed_for_longer() -> None:
         if len(steps) == 2:
             assert [share.samples for share in redivision.allocation.shares] == [99, 101]
     assert [check for check, is_step in enumerate(steps) if is_step] == [1, 2 + 2 * PATIENCE]
-
-
-def test_a_loop_gets_more_micro_batches_only_where_they_save_two_percent() -> None:
-    """Two micro-batches of four samples take 8 s; one of eight takes 1 or 3 % longer."""
-    for whole, steps in ((8.08, 1), (8.24, 2)):
-        curve = Curve.from_seconds([*range(1, 8), whole])
-        for stage in (0, 1, 2, 3):
-            assert BatchDivider([curve] * 2, stage).divide([Speed()] * 2, 16).steps == steps

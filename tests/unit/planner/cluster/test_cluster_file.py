@@ -1,57 +1,23 @@
-"""The cluster file: reading, writing without loss, and error messages."""
+"""Clusters: files that are read and written without loss; channels and networks of groups by hand, and rings."""
 
+import itertools
 import math
 import tempfile
 from pathlib import Path
 
-from hypothesis import given
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster, write_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
+from colossal_hetero.planner.cluster.group_networks import Network, group_network
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from tests.support.machines import GIGABIT, Nodes, machines, of_nodes
 from tests.support.random_examples import examples
 
-FILE = """
-schema = 1
-
-[kinds.old]
-memory_gb = 12
-memory_reserve_gb = 1.2
-tflops = 6.5
-dollars_per_hour = 0.5
-
-[kinds.A100-40]
-memory_gb = 39.5
-dollars_per_hour = 3.5
-
-[[clusters]]
-name = "east"
-
-[[clusters.nodes]]
-name = "e"
-count = 2
-devices = [{ kind = "A100-40", count = 2 }, { kind = "old", speed = 0.25 }]
-inside = { kind = "PCIe", gigabytes_per_second = 16, latency_microseconds = 5 }
-nics = [
-    { kind = "Ethernet", gigabits_per_second = 10 },
-    { kind = "RoCE", gigabits_per_second = 100, latency_microseconds = 3, curve = [-0.5, 2.0, 6.0] },
-]
-
-[[clusters]]
-name = "west"
-
-[[clusters.nodes]]
-devices = [{ kind = "V100-16", count = 4 }]
-dollars_per_hour = 5
-
-[[links]]
-clusters = ["west", "east"]
-kind = "Ethernet"
-gigabits_per_second = 5
-latency_seconds = 0.01
-dollars_per_gigabyte = 0.08
-"""
+FILE = Path(__file__).with_name("cluster.toml").read_text(encoding="utf-8")
 
 
 def test_all_fields_are_read() -> None:
@@ -137,3 +103,85 @@ def test_a_single_device_of_a_declared_kind_needs_no_inside() -> None:
     assert len(parse_cluster(text + 'devices = [{ kind = "x" }]').devices) == 1
     slower = parse_cluster(text + 'devices = [{ kind = "RTX-3090" }, { kind = "T4" }]').nodes[0].inside
     assert slower == INSIDE["T4"]
+
+
+@given(
+    st.tuples(st.floats(-1, 1), st.floats(0, 20), st.floats(0.01, 50)),
+    st.floats(1e8, 1e12),
+    st.lists(st.floats(1, 1e15), min_size=2, max_size=20).map(sorted),
+)
+def test_no_message_takes_longer_than_a_larger_one(curve, most, messages):
+    channel = Channel("x", most, 1e-6, curve)
+    seconds = [channel.seconds(message) for message in messages]
+    # The fastest message is searched in steps of 1/16 octave, so a small error remains.
+    assert all(a <= b * 1.01 for a, b in itertools.pairwise(seconds))
+    assert all(0 < channel.bandwidth(message) <= most * (1 + 1e-9) for message in messages)
+
+
+HOLMES = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), Nodes("Ethernet", [2, 2]))
+
+
+def test_networks_of_gpus() -> None:
+    for group, network in (
+        ((0,), Network("nccl", "")),
+        ((0, 1), Network("nccl", "NVLink")),
+        ((0, 2), Network("nccl", "InfiniBand", "IB")),
+        ((4, 5, 6, 7), Network("nccl", "RoCE", "IB")),
+        ((8, 10), Network("nccl", "Ethernet", "Socket")),
+        # InfiniBand and RoCE cannot communicate with each other, although NCCL calls both IB.
+        ((0, 4), Network("nccl", "Ethernet", "Socket")),
+        ((0, 1, 2, 8), Network("nccl", "Ethernet", "Socket")),
+    ):
+        assert group_network(HOLMES, group) == network
+
+
+def walked(topology: Topology, group: list[int], gradient_bytes: float) -> float:
+    """The time of a ring in which a device begins a step only after it has received the previous message."""
+    count = len(group)
+    ready = [0.0] * count
+    for _ in range(2 * (count - 1)):
+        arrives = [
+            ready[i] + topology.channel(group[i], group[(i + 1) % count]).seconds(gradient_bytes / count)
+            for i in range(count)
+        ]
+        ready = [max(arrives[i - 1], arrives[i]) for i in range(count)]
+    return max(ready)
+
+
+@examples(ordinary=70, thorough=200)
+@given(
+    st.lists(
+        st.builds(Nodes, st.sampled_from(["InfiniBand", "RoCE"]), st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.data(),
+)
+def test_a_ring_takes_as_long_as_its_steps(clusters: list[Nodes], data: st.DataObject) -> None:
+    topology = machines(*clusters)
+    numbers = range(len(topology.devices))
+    group = sorted(data.draw(st.sets(st.sampled_from(numbers), min_size=1)))
+    size = data.draw(st.floats(1, 1e10))
+    assume(len(group) > 1)
+    assert synchronization_seconds(topology, group, size) == pytest.approx(walked(topology, group, size))
+
+
+def test_rings_share_a_nic() -> None:
+    """Eight rings between two nodes of eight devices. If each node has one NIC, they take eight times as long as one
+    ring; with eight NICs each ring uses a separate NIC; with two NICs four rings share one."""
+    for nics, factor in ((1, 8), (8, 1), (2, 4)):
+        topology = machines(Nodes("InfiniBand", [8, 8], nics), latency_seconds=0.0)
+        groups = [(device, device + 8) for device in range(8)]
+        alone = synchronization_seconds(topology, groups[0], 1e9)
+        assert alone == pytest.approx(1e9 / (200 * GIGABIT))
+        assert concurrent_seconds(topology, groups, [1e9] * 8) == pytest.approx([factor * alone] * 8)
+        assert synchronization_seconds(topology, groups[0], 1e9, sharing=8) == pytest.approx(factor * alone)
+
+
+PCIE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Channel("Ethernet", 1e9, 1e-4)
+
+
+def cluster(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math.inf) -> Topology:
+    """One cluster; each node has this number of devices and these NICs. Transfers inside a node share a bandwidth."""
+    gpu = DeviceKind("gpu", 10**10, 1e12)
+    return of_nodes((([gpu] * count, PCIE, nics) for count, nics in nodes), inside_total)

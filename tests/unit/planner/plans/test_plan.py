@@ -1,9 +1,9 @@
-"""Plan files and values that are computed from a plan; predictions for given ranks, and how sure they are."""
+"""Plans: files, computed values, predictions, how sure they are; given plans and layouts, priced as by the search."""
 
 import dataclasses
 import itertools
-import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,29 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from colossal_hetero.common.text import MarkedError
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices
+from colossal_hetero.planner.cost.layout_line import (
+    PipelineLayout,
+    PlanLayout,
+    StageLayout,
+    layout_of,
+    read_layout,
+    write_layout,
+)
 from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan, exposed_seconds, load_plan, save_plan
 from colossal_hetero.planner.cost.ranked_plan import difference_error, prediction_error
 from colossal_hetero.planner.cost.runnable import why_not_runnable
+from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
-from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile, load_profile
+from tests.support.paths import REPOSITORY
 from tests.support.planning import make_plans, predict_plan
 from tests.support.plans import RANGES, chunked, plan, replica, stage
-from tests.support.two_speeds import MB, machines, profile
+from tests.support.random_clusters import large_problem, small_problem, whole_space_problem
+from tests.support.random_examples import IS_THOROUGH
+from tests.support.two_speeds import machines, profile
 
 seconds = st.floats(0, 1e4, allow_nan=False)
 names = st.text(min_size=1, max_size=8)
@@ -78,48 +93,11 @@ def test_the_slowest_stage_waits_only_while_the_pipeline_fills_and_empties() -> 
     assert made.bubble_shares == pytest.approx((2 / 16, 8 / 16))
 
 
-def test_plans_are_symmetric_if_their_replicas_have_equal_splits() -> None:
-    assert plan().symmetric and plan().layers_per_stage == (4, 2)
-    kinds = plan(replica(stage(0, 6, (0,), "A100-40")), replica(stage(0, 6, (1,), "T4")))
-    assert kinds.symmetric
-    assert not plan(replica(stage(0, 6, (0,))), replica(stage(0, 6, (1,)), micro_batches=4)).symmetric
-    assert not plan(
-        replica(stage(0, 3, (0,)), stage(3, 6, (1,))), replica(stage(0, 2, (2,)), stage(2, 6, (3,)))
-    ).symmetric
-
-
 def test_ranks_are_renumbered_where_devices_are_left_out() -> None:
     assert plan().launched_order == plan().rank_order == (((0,), (1,)), ((2,), (3,)))
     some = plan(replica(stage(0, 3, (9, 4)), stage(3, 6, (2, 7))))
     assert some.launched_order == (((3, 1), (0, 2)),)
     assert some.world_size == 4
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recomputation_and_zero_are_in_files_of_plans_that_use_them(tmp_path: Path, precision: str) -> None:
-    path = tmp_path / "plan.json"
-    stages = stage(0, 4, (0, 1)), stage(4, 6, (2, 3), recompute=True)
-    made = plan(replica(*stages), tensor_parallel=2, zero_stage=1, precision=precision)
-    assert why_not_runnable(made) is None
-    save_plan(made, path)
-    assert load_plan(path) == made
-    save_plan(plan(), path)
-    content = json.loads(path.read_text())
-    assert content["schedule"] == "1f1b" and not {"zero_stage", "order_seconds"} & content.keys()
-    stages = content["replicas"][0]["stages"]
-    assert all("blocks" in each and not {"recompute", "chunks"} & each.keys() for each in stages)
-
-
-@pytest.mark.parametrize("schedule", RANGES)
-def test_a_saved_plan_with_chunks_loads_unchanged(tmp_path: Path, schedule: str) -> None:
-    made = chunked(schedule)
-    save_plan(made, tmp_path / "plan.json")
-    assert load_plan(tmp_path / "plan.json") == made
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert "blocks" not in content["replicas"][0]["stages"][0]
-    assert made.layers_per_chunk == (2, 1, 2, 1) and made.layers_per_stage == ((4, 2) if schedule != "zbv" else (3, 3))
-    assert made.replicas[0].hop_seconds == (0.002, 0.002, 0.002)
-    assert (made.chunks_per_stage, made.symmetric) == (2, True)
 
 
 @pytest.mark.parametrize("schedule", RANGES)
@@ -133,32 +111,11 @@ def test_plans_with_chunks_that_colossalai_does_not_run(schedule: str) -> None:
     assert "stage 1 of replica 0 runs its forward passes again" in message and f"not with {schedule}" in message
 
 
-def test_a_pipeline_costs_what_the_formula_says():
-    topology = machines("slow", "fast", devices_per_node=1)
-    plan = predict_plan(topology, profile(), [[[0], [1]]], bounds=(0, 1, 6), micro_batch=2, global_batch=16)
-    # Stage 0 has 2 layers (embedding, 1 block), stage 1 has 6 (5 blocks, head); backward takes twice the forward time.
-    slow, fast = 2 * 2 * 0.09, 6 * 2 * 0.03
-    hop = 2 * MB / 1e9
-    assert plan.replicas[0].micro_batches == 8 and plan.synchronization_seconds == 0
-    assert plan.iteration_seconds == pytest.approx(slow + fast + 2 * hop + 7 * (max(slow, fast) + hop))
-    stages = plan.replicas[0].stages
-    assert [(stage.ranks, stage.device) for stage in stages] == [((0,), "slow"), ((1,), "fast")]
-    # Each of two layers has 4 × 8 MB of state and, for each of two micro-batches, 2 samples × 1 MB of activations. In
-    # backward, a layer needs twice what it keeps of one micro-batch.
-    assert stages[0].memory_overhead_bytes == pytest.approx(2 * 2 * MB)
-    assert stages[0].memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
-
-
 def test_devices_get_the_names_of_the_profile():
     topology = machines("fast", devices_per_node=3)
     renamed = {"fast": "fast", "slow": "fast-2"}
-    measured = profile()
-    measured = measured.model_copy(
-        update={
-            "times": tuple(times.model_copy(update={"device": renamed[times.device]}) for times in measured.times),
-            "rank_devices": ("fast", "fast-2", "fast"),
-        }
-    )
+    times = tuple(each.model_copy(update={"device": renamed[each.device]}) for each in profile().times)
+    measured = profile().model_copy(update={"times": times, "rank_devices": ("fast", "fast-2", "fast")})
     # The measured times of the second device contain its slowness, so its speed must not count a second time.
     slow = dataclasses.replace(topology.devices[1], speed=0.25)
     topology = dataclasses.replace(topology, devices=(topology.devices[0], slow, topology.devices[2]))
@@ -175,10 +132,8 @@ def test_devices_get_the_names_of_the_profile():
 def test_at_least_the_measured_context_is_reserved():
     topology = machines("fast", "slow")
     measured = profile(context_bytes={"slow": 10**9})
-    reserves = {
-        device.kind.name: device.kind.memory_reserve_bytes for device in as_profiled(topology, measured).devices
-    }
-    assert reserves == {"fast": 0, "slow": 10**9}
+    kinds = {device.kind for device in as_profiled(topology, measured).devices}
+    assert {kind.name: kind.memory_reserve_bytes for kind in kinds} == {"fast": 0, "slow": 10**9}
     generous = topology.with_memory_reserve(2 * 10**9)
     assert as_profiled(generous, measured) == generous
     plan = make_plans(machines("slow"), measured, global_batch=4)[0].plan
@@ -200,21 +155,6 @@ def test_passes_hide_what_is_not_longer() -> None:
         (6.0, [(1.0, 2.0)], False, 1.0 + 3.0),
     ):
         assert exposed_seconds(synchronization, passes, equal=equal) == pytest.approx(expected)
-
-
-def test_a_prediction_counts_what_is_not_hidden() -> None:
-    topology, ranks = machines("fast", "slow", bandwidth=1e8), [[[0], [1]], [[2], [3]]]
-    sizes = dict(micro_batch=1, global_batch=8, bounds=[0, 4, 6])
-    plain, overlapped = (predict_plan(topology, profile(), ranks, **sizes, overlap=on) for on in (False, True))
-    stages = [stage for replica in plain.replicas for stage in replica.stages]
-    passes = [(stage.forward_seconds, stage.backward_seconds) for stage in stages]
-    expected = exposed_seconds(plain.synchronization_seconds, passes)
-    assert overlapped.synchronization_seconds == pytest.approx(expected)
-    assert 0 < expected < plain.synchronization_seconds
-    pipelines = plain.iteration_seconds - plain.synchronization_seconds
-    assert overlapped.iteration_seconds == pytest.approx(pipelines + expected)
-    best = make_plans(topology, profile(), global_batch=8, overlap=True)[0].plan
-    assert best.iteration_seconds <= make_plans(topology, profile(), global_batch=8)[0].plan.iteration_seconds
 
 
 ERRORS = {"fast": 0.01, "slow": 0.02}
@@ -289,3 +229,151 @@ def test_the_simplest_of_the_plans_that_are_tied_comes_first() -> None:
     assert first.reason.startswith("the simplest of ")
     assert unsure[1].plan.replicas == exact[0].plan.replicas
     assert "a tie" in unsure[2].reason
+
+
+EXAMPLES = REPOSITORY / "examples/plans"
+
+
+CLUSTER = load_cluster(EXAMPLES / "clusters/a100-v100.toml")
+PROFILE = load_profile(EXAMPLES / "opt-350-a100-v100.json")
+
+
+def same_times(one: Plan, other: Plan) -> bool:
+    def numbers(plan: Plan) -> list[float]:
+        stages = [stage for replica in plan.replicas for stage in replica.stages]
+        return [plan.iteration_seconds, plan.synchronization_seconds] + [
+            value
+            for stage in stages
+            for value in (stage.forward_seconds, stage.transfer_seconds, stage.memory_bytes, stage.update_seconds)
+        ]
+
+    return bool(np.allclose(numbers(one), numbers(other), rtol=1e-9, atol=0))
+
+
+@pytest.mark.parametrize(
+    ("make", "wishes"),
+    [
+        (small_problem, {"schedules": ("1f1b", "zbv")}),
+        (small_problem, {"schedules": ("interleaved",)}),
+        (whole_space_problem, {"recompute": True, "zero_stages": (0, 1)}),
+        (large_problem, {}),
+    ],
+)
+def test_the_planners_plans_and_their_lines_cost_the_same(make, wishes):
+    used = set[str]()
+    for seed in range(4, 40 if IS_THOROUGH else 9):
+        topology, profile, global_batch = make(seed)
+        try:
+            plans = make_plans(topology, profile, global_batch=global_batch, keep=3, **wishes)
+        except ValueError:
+            continue
+        for ranked in plans:
+            used.add(ranked.plan.schedule)
+            evaluated = evaluate_plan(topology, profile, ranked.plan)
+            assert same_times(evaluated.plan, ranked.plan)
+            assert evaluated.simulated_seconds == simulate_plan(evaluated.plan).seconds
+            assert evaluated.fits and evaluated.problem is None
+            if make is not large_problem:
+                # With few devices, exchanges find slots that are at least as good.
+                line = write_layout(layout_of(ranked.plan))
+                evaluated = evaluate_layout(topology, profile, read_layout(line))
+                assert layout_of(evaluated.plan) == layout_of(ranked.plan)
+                assert evaluated.plan.iteration_seconds <= ranked.plan.iteration_seconds * (1 + 1e-8), line
+    assert used == set(wishes.get("schedules", ("1f1b",)))
+
+
+def test_micro_batches_are_divided_for_the_earliest_end() -> None:
+    line = "dp 2 = pp [A100-40 0-23] + pp [4 x V100-16 0-23], micro-batch 2"
+    free = evaluate_layout(CLUSTER, PROFILE, read_layout(line), global_batch=48).plan
+    assert sum(replica.micro_batches for replica in free.replicas) == 24
+    others = []
+    for first in range(1, 21):
+        given = read_layout(f"pp [A100-40 0-23] x {first} + pp [4 x V100-16 0-23] x {24 - first}, micro-batch 2")
+        others.append(evaluate_layout(CLUSTER, PROFILE, given).plan.iteration_seconds)
+    assert free.iteration_seconds == pytest.approx(min(others), rel=1e-9)
+    alike = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 4 x [A100-40 0-23], micro-batch 2"), global_batch=64)
+    assert [replica.micro_batches for replica in alike.plan.replicas] == [8] * 4
+
+
+def test_what_does_not_fit_is_priced_and_named() -> None:
+    evaluated = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 2 x pp [V100-16 0-23], micro-batch 4 x 8"))
+    assert not evaluated.fits
+    assert [(replica, stage) for replica, stage, _ in evaluated.too_large] == [(0, 0), (1, 0)]
+    assert evaluated.fullest.memory_bytes > evaluated.fullest.memory_available_bytes
+    few = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 1 x pp [4 x V100-16 0-23], micro-batch 1 x 2"))
+    assert few.problem is not None and "2 micro-batches for 4 stages" in few.problem
+
+
+def test_plans_of_other_machines() -> None:
+    plan = evaluate_layout(CLUSTER, PROFILE, read_layout("dp 2 x pp [4 x V100-16 0-23], micro-batch 1 x 8")).plan
+    assert why_other_devices(CLUSTER, plan) is None
+    smaller = dataclasses.replace(CLUSTER, devices=CLUSTER.devices[:8], nodes=CLUSTER.nodes[:2])
+    problem = why_other_devices(smaller, plan)
+    assert problem is not None and "the cluster has only ranks 0 to 7" in problem
+    with pytest.raises(ValueError, match="the cluster has only ranks 0 to 7"):
+        evaluate_plan(smaller, PROFILE, plan)
+
+
+DEVICES = ("A100-40", "V100-16", "3090", "x-2", "Xeon 2.4 GHz", "tp-kind")
+
+
+def pipeline(*stages: tuple[str, int, int], micro_batches: int | None = None) -> PipelineLayout:
+    """Stages by device, first block and last block."""
+    return PipelineLayout(
+        tuple(StageLayout(device, ((first, last + 1),)) for device, first, last in stages), micro_batches
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> PlanLayout:
+    blocks = draw(st.integers(1, 12))
+    all_say_counts = draw(st.booleans())
+
+    def stages() -> tuple[StageLayout, ...]:
+        inner = draw(st.sets(st.integers(1, blocks - 1), max_size=6)) if blocks > 1 else set()
+        bounds = [0, *sorted(inner), blocks]
+        return tuple(
+            StageLayout(draw(st.sampled_from(DEVICES)), ((a, b),), draw(st.booleans()))
+            for a, b in itertools.pairwise(bounds)
+        )
+
+    pipelines: list[PipelineLayout] = []
+    for _ in range(draw(st.integers(1, 3))):
+        each = PipelineLayout(stages(), draw(st.integers(1, 64)) if all_say_counts else None)
+        pipelines += [each] * draw(st.integers(1, 3))
+    size = draw(st.integers(1, 8)) if all_say_counts else None
+    zero = draw(st.sampled_from((0, 1)))
+    return PlanLayout(tuple(pipelines), size, "1f1b", zero, draw(st.sampled_from((1, 2))))
+
+
+@given(layouts())
+def test_what_is_written_is_read_back(layout: PlanLayout) -> None:
+    """Also in ASCII, and in upper case."""
+    line = write_layout(layout)
+    read = read_layout(line)
+    assert Counter(read.pipelines) == Counter(layout.pipelines)
+    fields = ("micro_batch", "zero_stage", "tensor_parallel")
+    assert [getattr(read, name) for name in fields] == [getattr(layout, name) for name in fields]
+    for times, dot in (("x", ","), ("*", ";")):
+        ascii_line = line.replace("×", times).replace(" ·", dot)
+        assert ascii_line.isascii() and read_layout(ascii_line) == read
+        assert read_layout(ascii_line.upper().replace("PP [", "[")).micro_batch == layout.micro_batch
+
+
+def test_the_pointer_shows_the_place_in_a_long_line() -> None:
+    stages = " | ".join(f"A {block}" for block in range(200))
+    line = f"dp 1 × pp [{stages} | B 201]"
+    with pytest.raises(MarkedError) as caught:
+        read_layout(line)
+    shown, mark = caught.value.pointer.split("\n")
+    assert len(shown) < 120 and shown[mark.index("^") :].startswith("B 201")
+
+
+@given(st.text(alphabet="tpdx0123459 ×[]|+;·,-…=AB\n", max_size=60))
+def test_no_text_ends_in_another_error(text: str) -> None:
+    try:
+        read = read_layout(text)
+    except MarkedError as error:
+        assert 0 <= error.place <= len(text)
+    else:
+        assert read_layout(write_layout(read)).pipelines

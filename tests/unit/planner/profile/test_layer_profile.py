@@ -94,18 +94,6 @@ def test_measured_temporaries_are_used() -> None:
     assert four.temporary_bytes == 116 and four.activation_bytes.tolist() == [12, 12, 24 + 18]
 
 
-def test_half_the_speed_and_a_micro_batch_in_between() -> None:
-    whole, half = profile().costs("fast", 1, 1), profile().costs("fast", 1, 1, speed=0.5)
-    for name in ("forward_seconds", "backward_seconds", "update_seconds"):
-        np.testing.assert_allclose(getattr(half, name), 2 * getattr(whole, name))
-    for name in ("state_bytes", "gradient_bytes", "activation_bytes", "output_bytes"):
-        np.testing.assert_allclose(getattr(half, name), getattr(whole, name))
-    costs = profile().costs("fast", 1, 3)
-    # From factor 1 at one sample to factor 3 at four: 1 + 2·(2/3).
-    np.testing.assert_allclose(costs.forward_seconds, np.array([1.5, 2.0, 3.25]) * (1 + 4 / 3))
-    np.testing.assert_allclose(costs.activation_bytes, [3 * 18, 3 * 13, 3 * 22])
-
-
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.sets(st.integers(1, 12), min_size=6, max_size=6))
 def test_smaller_micro_batches_never_take_longer(factors: list[float], batches: set[int]) -> None:
     measured = sorted(batches)[: len(factors)]
@@ -203,20 +191,6 @@ def test_each_block_sums_its_outputs_twice_each_way(degree: int) -> None:
     assert on_links(priced, topology(1)) is priced  # times that contain communication stay as they are
 
 
-def test_the_slowest_links_of_a_kind_count_and_groups_share_what_their_node_has() -> None:
-    plain = estimated_profile(MODEL, [KIND], tensor_parallel=[2])
-
-    def seconds(of: Topology) -> float:
-        return float(on_links(plain, of).costs(KIND.name, 2, 1).forward_seconds[1])
-
-    assert seconds(topology(300, 12)) == seconds(topology(12)) > seconds(topology(300))
-    # A node with a single device has no groups.
-    single = machines(Nodes("Ethernet", [1]), one_cluster=True, device=KIND.name)
-    assert seconds(single) == plain.costs(KIND.name, 2, 1).forward_seconds[1]
-    # Four groups of two on a bus for all.
-    assert seconds(topology(12, shared=12)) > 2 * seconds(topology(12))
-
-
 SMALL = Transformer(layers=30, hidden=3072, vocabulary=51200, sequence=2048, heads=32)
 KINDS = [GPUS["A100-40"], GPUS["V100-16"]]
 
@@ -254,15 +228,3 @@ def test_memory_is_eighteen_bytes_per_parameter() -> None:
     np.testing.assert_allclose(part.forward_seconds, whole.forward_seconds / 4)
     assert (part.activation_bytes < whole.activation_bytes).all()
     np.testing.assert_allclose(part.output_bytes, 2 * 2 * 2048 * 3072)
-
-
-def test_with_recomputation_an_estimate_takes_the_flop_of_holmes() -> None:
-    """Eq. 6: ``96 B s l h² (1 + s/(6h) + V/(16 l h))``, of which the logits run forward once."""
-    model = Transformer(layers=30, hidden=3072, vocabulary=51200, sequence=2048, heads=32)
-    device = DeviceKind("a", 10**12, 1e12)
-    costs = estimated_profile(model, [device], efficiency=1.0, micro_batches=[4]).costs("a", 1, 4, recompute=True)
-    s, h, layers, v = model.sequence, model.hidden, model.layers, model.vocabulary
-    flop = 96 * 4 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    logits = 4 * model.head_forward_flop
-    total = float(costs.forward_seconds.sum() + costs.backward_seconds.sum()) * 1e12
-    assert total == pytest.approx(flop + logits, rel=1e-12)  # here the head is recomputed with the last block

@@ -10,15 +10,7 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.cost.evaluate import plan_cost
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
-from colossal_hetero.planner.solver.pareto_front import (
-    choices,
-    choose,
-    node_types,
-    pareto_front,
-    taken,
-    time_bounds,
-    within,
-)
+from colossal_hetero.planner.solver.pareto_front import choices, node_types, pareto_front, taken, time_bounds, within
 from tests.support.layer_profiles import layer_times
 from tests.support.planning import make_plans, predict_plan
 from tests.support.random_clusters import Problem, small_problem
@@ -79,15 +71,6 @@ def test_the_front_is_that_of_all_choices(seed: int) -> None:
             ), (row, plan.iteration_seconds, cost)
     for point in front:
         assert point.cost == plan_cost(problem.topology, problem.profile, point.plan)
-
-
-def test_the_best_point_within_limits_is_chosen() -> None:
-    problem = priced(small_problem(3), 3)
-    front = pareto_front(problem.to_search())
-    assert choose(front, "time") is front[0] and choose(front, "cost") is front[-1]
-    for point in front:
-        assert choose(front, "cost", max_seconds=point.plan.iteration_seconds) is point
-        assert choose(front, "time", max_dollars=point.cost.dollars_per_iteration) is point
 
 
 def test_quotas_are_kept() -> None:
