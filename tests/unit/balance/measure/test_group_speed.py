@@ -21,6 +21,15 @@ MIGRATE = BalanceConfig(mode="migrate")
 SIMULATED = examples(ordinary=15, thorough=150)
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+def test_noise_makes_no_stragglers_beside_a_real_one(noise: float) -> None:
+    """As with eight ranks on two cores: the least of eight noisy times is far below the others."""
+    for seed in range(20):
+        plans = SimulatedGroup(8, RESIZE, seed, noise=noise).run([4.0] * 40, 3)
+        pruned = [{rank for rank, ratio in enumerate(plan.resize) if ratio > 0} for plan in plans]
+        assert all(ranks <= {3} for ranks in pruned) and pruned[-1] == {3}, f"seed {seed}: {pruned}"
+
+
 @SIMULATED
 @given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
 def test_the_plan_for_a_straggler_lands_on_eq1_in_few_changes_and_ends_with_it(seed, ranks, slow, slowdown, overhead):

@@ -1,5 +1,6 @@
 """Clusters: files that are read and written without loss; channels and networks of groups by hand, and rings."""
 
+import dataclasses
 import itertools
 import math
 import tempfile
@@ -14,7 +15,7 @@ from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_clu
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
 from colossal_hetero.planner.cluster.group_networks import Network, group_network
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from tests.support.machines import GIGABIT, Nodes, machines, of_nodes
+from tests.support.machines import GIGABIT, Nodes, machines
 from tests.support.random_examples import examples
 
 FILE = Path(__file__).with_name("cluster.toml").read_text(encoding="utf-8")
@@ -135,6 +136,16 @@ def test_networks_of_gpus() -> None:
         assert group_network(HOLMES, group) == network
 
 
+def test_a_group_with_a_cpu_uses_gloo() -> None:
+    devices = list(HOLMES.devices)
+    devices[2] = dataclasses.replace(devices[2], kind=DeviceKind("cpu-2", 1 << 30, 1e11))
+    topology = dataclasses.replace(HOLMES, devices=tuple(devices))
+    assert group_network(topology, (0, 2)) == Network("gloo", "InfiniBand")
+    assert group_network(topology, (2, 4)) == Network("gloo", "Ethernet")
+    assert group_network(topology, (2, 3)) == Network("gloo", "NVLink")
+    assert group_network(topology, (0, 3)).backend == "nccl"
+
+
 def walked(topology: Topology, group: list[int], gradient_bytes: float) -> float:
     """The time of a ring in which a device begins a step only after it has received the previous message."""
     count = len(group)
@@ -166,6 +177,21 @@ def test_a_ring_takes_as_long_as_its_steps(clusters: list[Nodes], data: st.DataO
     assert synchronization_seconds(topology, group, size) == pytest.approx(walked(topology, group, size))
 
 
+def test_rings_share_the_bus_of_a_node() -> None:
+    """A ring of four inside a node has four messages at once; one that leaves the node has three inside."""
+    whole = machines(Nodes("InfiniBand", [4, 4]))
+    nodes = tuple(dataclasses.replace(node, inside_bytes_per_second=8e9) for node in whole.nodes)
+    topology = dataclasses.replace(whole, nodes=nodes)
+    latency = whole.nodes[0].inside.latency_seconds
+    inside = 6 * (1e9 / (8e9 / 4) + latency)
+    assert synchronization_seconds(topology, [0, 1, 2, 3], 4e9) == pytest.approx(inside)
+    assert concurrent_seconds(topology, [[0, 1], [2, 3]], [2e9, 2e9]) == pytest.approx((inside / 3,) * 2)
+    assert synchronization_seconds(topology, [0, 1], 2e9, sharing=2) == pytest.approx(inside / 3)
+    both = concurrent_seconds(topology, [range(8)], [8e9])
+    assert both == pytest.approx((14 * (1e9 / (8e9 / 3) + latency),))
+    assert synchronization_seconds(topology, [0, 4], 2e9) == synchronization_seconds(whole, [0, 4], 2e9)
+
+
 def test_rings_share_a_nic() -> None:
     """Eight rings between two nodes of eight devices. If each node has one NIC, they take eight times as long as one
     ring; with eight NICs each ring uses a separate NIC; with two NICs four rings share one."""
@@ -176,12 +202,3 @@ def test_rings_share_a_nic() -> None:
         assert alone == pytest.approx(1e9 / (200 * GIGABIT))
         assert concurrent_seconds(topology, groups, [1e9] * 8) == pytest.approx([factor * alone] * 8)
         assert synchronization_seconds(topology, groups[0], 1e9, sharing=8) == pytest.approx(factor * alone)
-
-
-PCIE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Channel("Ethernet", 1e9, 1e-4)
-
-
-def cluster(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math.inf) -> Topology:
-    """One cluster; each node has this number of devices and these NICs. Transfers inside a node share a bandwidth."""
-    gpu = DeviceKind("gpu", 10**10, 1e12)
-    return of_nodes((([gpu] * count, PCIE, nics) for count, nics in nodes), inside_total)
