@@ -28,9 +28,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import print_table, read_options
+from colossal_hetero.colossalai_support.accelerator import is_out_of_memory
 from colossal_hetero.profiling.aborted_step import abort_step
 from colossal_hetero.profiling.device_profiler import profile_device
-from colossal_hetero.profiling.memory import is_out_of_memory, recover
+from colossal_hetero.profiling.memory import recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
 from colossal_hetero.profiling.progress import SEARCHING, Progress

@@ -20,7 +20,7 @@ import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares C
 # isort: split
 import colossalai
 
-from colossal_hetero.profiling.memory import is_out_of_memory
+from colossal_hetero.colossalai_support.accelerator import is_out_of_memory
 
 from .part import Case, Machine, Part
 from .store import CaseResult, PartResults, load_results

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.common import make_vit, print_table, read_options, start_ranks, take_turns
+from benchmarks.common import describe_machine, make_vit, read_options, start_ranks, take_turns
 from benchmarks.pipeline.namespaces import (
     NodeAddresses,
     limit_ethernet,
@@ -56,6 +56,13 @@ NETWORK_BURST = "32kb"
 """Less than a message, which would pass at once."""
 PERIOD_US = 8_000
 """Period of the quotas: short against a pass, as a slower device would be."""
+
+
+def show(*cells: object) -> None:
+    """A row of the table, at once, because a phase takes a minute."""
+    if dist.get_rank() == 0:
+        row = " | ".join(f"{each:.3f}" if isinstance(each, float) else str(each) for each in cells)
+        print(f"| {row} |", flush=True)
 
 
 def split(run: Trained) -> str:
@@ -166,7 +173,21 @@ def measure(
     fixed = [Trained(plan, make_model(), image, planning=still) for plan in candidates.values()]
     for run in fixed:
         run.iterate()
-    rows = []
+    if dist.get_rank() == 0:
+        print(f"{title}; {describe_machine()}")
+    show(
+        "phase",
+        "iteration before (s)",
+        "moved after",
+        "time of moves",
+        "split",
+        "iteration (s)",
+        "best fixed",
+        "ratio",
+        "to the same split, fixed",
+        "moves later",
+    )
+    show(*["---"] * 10)
     for phase, slow in zip(phases, slowed, strict=True):
         limit(slow, phase)
         changes = len(live.plugin.plan_changes)
@@ -184,34 +205,19 @@ def measure(
         best = min(fixed, key=lambda run: run.median_seconds)
         mine, other = live.median_seconds, best.median_seconds
         equal = next((run.median_seconds for run in fixed if split(run) == split(live)), float("nan"))
-        rows.append(
-            (
-                f"rank {slow} × {phase:g}" if arguments.network is None else f"network × {phase:g}",
-                median(history[:4]),
-                "–" if moved_after is None else str(moved_after),
-                " ".join(f"{change.seconds:.2f} s" for change in changed) or "–",
-                split(live),
-                mine,
-                f"{split(best)}: {other:.3f}",
-                f"{mine / other:.3f}",
-                f"{mine / equal:.3f}",
-                str(later),
-            )
+        show(
+            f"rank {slow} × {phase:g}" if arguments.network is None else f"network × {phase:g}",
+            median(history[:4]),
+            "–" if moved_after is None else str(moved_after),
+            " ".join(f"{change.seconds:.2f} s" for change in changed) or "–",
+            split(live),
+            mine,
+            f"{split(best)}: {other:.3f}",
+            f"{mine / other:.3f}",
+            f"{mine / equal:.3f}",
+            str(later),
         )
         limit(slow, 1.0)
-    columns = (
-        "phase",
-        "iteration before (s)",
-        "moved after",
-        "time of moves",
-        "split",
-        "iteration (s)",
-        "best fixed",
-        "ratio",
-        "to the same split, fixed",
-        "moves later",
-    )
-    print_table(title, columns, rows)
 
 
 if __name__ == "__main__":

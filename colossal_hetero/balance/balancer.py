@@ -17,9 +17,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from ..colossalai_support.accelerator import is_out_of_memory
 from ..common.ranks import is_lost_connection
 from ..layers.linear import HeteroLinear
-from ..layers.transport import Transport, is_out_of_memory
+from ..layers.transport import Transport
 from .apply import Applier, Shares
 from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 from rich.console import Console
 from torch import Tensor
 
-from ..layers.transport import is_out_of_memory
+from ..colossalai_support.accelerator import is_out_of_memory
 from ..layers.workload import impute
 from .config import BalanceConfig
 from .plan import Costs, Traffic, Volume, fit_affine

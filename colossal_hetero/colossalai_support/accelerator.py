@@ -1,4 +1,4 @@
-"""Colossal-AI on a CPU: a quiet import, and the missing parts of its CPU accelerator.
+"""Colossal-AI on a CPU: a quiet import, and the missing parts of its CPU accelerator. What a lack of memory looks like.
 
 Importing this module imports Colossal-AI without warnings and applies :mod:`.corrections`; without a GPU or NPU, also
 :class:`HeteroCpuAccelerator` and :mod:`.cpu`. Every module of this package that uses Colossal-AI must import this one
@@ -7,6 +7,7 @@ first; no other module treats a CPU specially.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -194,6 +195,43 @@ def _set_up_cpu() -> None:
     from .cpu import patch_colossalai
 
     patch_colossalai()
+
+
+_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "unable to allocate",
+    "std::bad_alloc",
+    "bad allocation",
+    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED and its relatives of cuDNN, cuSPARSE and cuSOLVER
+    # oneDNN gives no reason; if one sample ran before, the reason is missing memory.
+    "could not create a memory",
+    "could not create a primitive",
+    "could not execute a primitive",
+    "ncclsystemerror: cuda error: out",
+)
+"""Parts of the out-of-memory messages of libraries without an exception type for it, in lower case."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, its cause or context, and so on; each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if ``error`` or its cause is an out-of-memory error, of any of the types and messages of allocators."""
+    return any(
+        isinstance(each, (MemoryError, torch.cuda.OutOfMemoryError))
+        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        or (isinstance(each, RuntimeError) and any(words in str(each).lower() for words in _MESSAGES))
+        for each in causes(error)
+    )
 
 
 correct_colossalai()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator, is_out_of_memory
 from ..common.atomic_files import check_writable
 from ..common.methods import wrap_method
 from ..common.ranks import from_rank_0, of_every_rank, print_on_rank_0
@@ -25,7 +25,7 @@ from ..planner.batches.batch_profile import BatchProfile, load_profile, save_pro
 from ..profiling.device_profiler import device_name
 from ..profiling.local_collectives import local_collectives
 from ..profiling.loss_check import check_loss
-from ..profiling.memory import is_out_of_memory, recover
+from ..profiling.memory import recover
 from ..profiling.preserved_state import preserved_state, random_state
 from ..profiling.rank_profiler import ModelDescription, profile_ranks
 from ..profiling.training_step import TrialRun

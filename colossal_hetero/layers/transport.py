@@ -11,14 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..colossalai_support.accelerator import is_out_of_memory
 from .workload import traced
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """True if memory could not be allocated, on a GPU or the host or by NCCL, which has memory of its own."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or any(
-        words in str(error) for words in ("can't allocate memory", "out of memory")
-    )
 
 
 def check_room(device: torch.device, more_bytes: int, more_work: float) -> None:

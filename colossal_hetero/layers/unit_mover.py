@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..colossalai_support.accelerator import is_out_of_memory
 from .block import Block
 from .column_migration import MovedRange, moved_count
-from .transport import Transport, is_out_of_memory
+from .transport import Transport
 from .unit_layout import UnitPlace, UnitRange
 from .workload import values_of
 

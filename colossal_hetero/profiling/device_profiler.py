@@ -22,9 +22,9 @@ from statistics import fmean, median
 
 import torch
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator, is_out_of_memory
 from ..planner.batches.batch_profile import DeviceProfile, TimedBatch
-from .memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
+from .memory import memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
 from .progress import SEARCHING, TIMING, Progress
 
 Estimate = Callable[[], int | None]

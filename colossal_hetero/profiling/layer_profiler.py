@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..colossalai_support.accelerator import is_out_of_memory
 from ..common.ranks import on_every_rank
 from ..layers.chain import Chain, links_of
 from ..planner.cluster.gpu_catalog import kind_name
 from .device_profiler import device_name
 from .layer_memory import measure_memory
 from .layer_passes import Duration, LayerPasses, clock, resized
-from .memory import counts_bytes, is_out_of_memory, memory_limit, outside_bytes, recover
+from .memory import counts_bytes, memory_limit, outside_bytes, recover
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
 from .preserved_state import preserved_state

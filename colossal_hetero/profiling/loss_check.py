@@ -12,10 +12,11 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..colossalai_support.accelerator import is_out_of_memory
 from ..common.ranks import on_every_rank
 from .aborted_step import abort_step
 from .local_collectives import local_collectives
-from .memory import is_out_of_memory, recover
+from .memory import recover
 from .preserved_state import preserved_state
 from .training_step import TrialRun
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..colossalai_support.accelerator import is_out_of_memory
 from ..common.ranks import on_every_rank
 from .aborted_step import abort_step
 from .local_collectives import local_collectives
 from .loss_check import MODES, Mode, set_mode, uncompiled
-from .memory import is_out_of_memory, recover
+from .memory import recover
 from .preserved_state import preserved_state
 from .training_step import TrialRun, with_dicts
 

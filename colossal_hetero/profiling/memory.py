@@ -5,7 +5,6 @@ the largest batch must stay below it."""
 from __future__ import annotations
 
 import ctypes
-import errno
 import gc
 import os
 import resource
@@ -20,26 +19,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import causes, get_accelerator
 
 MARGIN = 0.1  # if the limit is not hard, this share of the machine's available memory is left to other processes
-
-_MESSAGES = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "unable to allocate",
-    "std::bad_alloc",
-    "bad allocation",
-    "alloc_failed",  # CUBLAS_STATUS_ALLOC_FAILED and its relatives of cuDNN, cuSPARSE and cuSOLVER
-    # oneDNN gives no reason; if one sample ran before, the reason is missing memory.
-    "could not create a memory",
-    "could not create a primitive",
-    "could not execute a primitive",
-    "ncclsystemerror: cuda error: out",
-)
-"""Parts of the out-of-memory messages of libraries without an exception type for it, in lower case."""
 
 
 # glibc keeps freed memory as long as memory above it is in use; malloc_trim returns such pages to the system. It is
@@ -109,25 +91,6 @@ def outside_bytes(device: torch.device) -> int | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     return max(total - free - torch.cuda.memory_reserved(device), 0)
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, its cause or context, and so on; each once."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if ``error`` or its cause is an out-of-memory error, of any of the types and messages of allocators."""
-    return any(
-        isinstance(each, (MemoryError, torch.cuda.OutOfMemoryError))
-        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
-        or (isinstance(each, RuntimeError) and any(words in str(each).lower() for words in _MESSAGES))
-        for each in causes(error)
-    )
 
 
 def recover(error: BaseException | None = None) -> None:

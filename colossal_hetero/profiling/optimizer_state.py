@@ -14,8 +14,8 @@ from colossalai.interface.optimizer import DistributedOptim
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..colossalai_support.accelerator import get_accelerator
-from .memory import is_out_of_memory, recover
+from ..colossalai_support.accelerator import get_accelerator, is_out_of_memory
+from .memory import recover
 from .preserved_state import inner_optimizer
 
 DISTRIBUTED_STATE_BYTES = 8

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import causes, get_accelerator, is_out_of_memory
 from ..common.ranks import of_every_rank, on_every_rank
 from ..planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
 from .aborted_step import abort_step
 from .device_profiler import profile_device, sustained_flops
 from .local_collectives import local_collectives
-from .memory import causes, is_out_of_memory
 from .optimizer_state import optimizer_state_bytes, optimizer_step_seconds, step_temporary_bytes
 from .preserved_state import preserved_state
 from .progress import Progress, ProgressDisplay

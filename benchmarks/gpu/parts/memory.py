@@ -23,9 +23,10 @@ from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, VitTraining, shape_for
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.plan import BalancePlan
+from colossal_hetero.colossalai_support.accelerator import is_out_of_memory
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage, synchronizer
-from colossal_hetero.profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory
+from colossal_hetero.profiling.memory import memory_limit, recover, reserved_memory
 from colossal_hetero.profiling.rank_profiler import describe, profile_ranks
 from colossal_hetero.profiling.training_step import TrialRun, default_training_step
 

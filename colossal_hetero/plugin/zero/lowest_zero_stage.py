@@ -11,12 +11,12 @@ from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from torch import nn
 from torch.optim import Optimizer
 
-from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.accelerator import get_accelerator, is_out_of_memory
 from ...common.ranks import on_every_rank
 from ...profiling.aborted_step import abort_step, find_zero_optimizer
 from ...profiling.device_profiler import device_name
 from ...profiling.local_collectives import local_collectives
-from ...profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
+from ...profiling.memory import memory_limit, recover, reserved_memory, used_bytes
 from ...profiling.optimizer_state import optimizer_state_bytes
 from ...profiling.preserved_state import preserved_state
 from ...profiling.rank_profiler import smallest_batch

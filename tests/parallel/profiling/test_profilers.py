@@ -22,13 +22,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from colossal_hetero.colossalai_support.accelerator import is_out_of_memory
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.profiling import device_profiler
 from colossal_hetero.profiling.aborted_step import abort_step
 from colossal_hetero.profiling.device_profiler import profile_device
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.profiling.local_collectives import local_collectives
-from colossal_hetero.profiling.memory import is_out_of_memory, recover
+from colossal_hetero.profiling.memory import recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
 from tests.support.checks import of_all_ranks, on

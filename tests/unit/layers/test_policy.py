@@ -9,9 +9,10 @@ from colossalai.shardformer.policies import auto_policy
 from colossalai.shardformer.policies.base_policy import Policy
 from torch.distributed import DistBackendError
 
+from colossal_hetero.colossalai_support.accelerator import is_out_of_memory
 from colossal_hetero.layers import hetero_policy
 from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
-from colossal_hetero.layers.transport import check_room, is_out_of_memory
+from colossal_hetero.layers.transport import check_room
 
 
 class OwnPolicy(Policy):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from colossal_hetero.colossalai_support.accelerator import is_out_of_memory
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
 from colossal_hetero.profiling import device_profiler, memory
 from colossal_hetero.profiling.device_profiler import RESERVE, STEADY_SECONDS, largest_batch, profile_device
@@ -246,12 +247,12 @@ def test_errors_that_mean_out_of_memory() -> None:
         RuntimeError("std::bad_alloc"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ):
-        assert memory.is_out_of_memory(error)
+        assert is_out_of_memory(error)
         wrapped = ValueError("the step failed")
         wrapped.__cause__ = error
-        assert memory.is_out_of_memory(wrapped)
+        assert is_out_of_memory(wrapped)
     for other in (None, ValueError("out of memory is a phrase"), RuntimeError("shapes do not match"), OSError(2, "no")):
-        assert not memory.is_out_of_memory(other)
+        assert not is_out_of_memory(other)
 
 
 def test_a_process_recovers_from_real_errors_of_the_cpu_at_the_limit_of_the_address_space() -> None:
@@ -263,11 +264,11 @@ def test_a_process_recovers_from_real_errors_of_the_cpu_at_the_limit_of_the_addr
         for _ in range(4):  # without recover(), memory of the first attempt would make the second one fail too early
             with pytest.raises(RuntimeError) as caught:
                 fails()
-            assert memory.is_out_of_memory(caught.value)
+            assert is_out_of_memory(caught.value)
             memory.recover(caught.value)
         with pytest.raises(MemoryError) as refused:
             bytearray(1 << 30)
-        assert memory.is_out_of_memory(refused.value)
+        assert is_out_of_memory(refused.value)
     with address_space(200 << 20) as limit:
         found = memory.memory_limit(CPU)
         assert found.bytes == limit and found.is_hard
@@ -276,7 +277,7 @@ def test_a_process_recovers_from_real_errors_of_the_cpu_at_the_limit_of_the_addr
             assert memory.used_bytes(CPU) - before >= 100 << 20
         with pytest.raises(RuntimeError) as caught, memory.reserved_memory(300 << 20, CPU):
             pass
-        assert memory.is_out_of_memory(caught.value)
+        assert is_out_of_memory(caught.value)
     before = memory.used_bytes(CPU)
     with memory.reserved_memory(64 << 20, CPU):  # is resident
         assert memory.used_bytes(CPU) - before > 60 << 20

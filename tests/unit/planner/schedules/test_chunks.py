@@ -72,6 +72,10 @@ def test_activations_that_are_held_at_the_same_time() -> None:
         held = most_in_flight(zero_bubble_v(stages, 4 * stages, UNIT))
         # Colossal-AI's limit: as many as the first stage holds under 1F1B, in halves.
         assert max(rows.sum(axis=1).max() for rows in held) <= 2 * stages
+    # Where the gradients of weights have passes of their own, activations are held until those.
+    kinds = (("forward", 0), ("backward", 0), ("forward", 1), ("weight", 0), ("backward", 1), ("weight", 1))
+    late = PassOrder((0,), (tuple(Pass(kind, 0, number) for kind, number in kinds),))
+    assert most_in_flight(late)[0].tolist() == [[2]]
 
 
 def costs(draw: st.DrawFn, blocks: int) -> LayerCosts:
