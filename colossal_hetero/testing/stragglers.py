@@ -173,14 +173,16 @@ def cpu_quota(share: float, period_us: int = 100_000) -> Iterator[None]:
     """Limit all threads of this process together to ``share`` of one core, without changing the process itself.
 
     Args:
-        share: above 0; 0.25 is a quarter of one core.
-        period_us: period in microseconds, 1,000 to 1,000,000, in which the process stops once its share is used up.
+        share: at least 0.001; 0.25 is a quarter of one core.
+        period_us: period in microseconds, 1,000 to 1,000,000, in which the process stops once its share is used up. It
+            is longer where the share of it would be below 1,000, which the kernel does not take.
 
     Raises:
         OSError: the kernel has no CPU control groups, or this user may not create one.
+        ValueError: the share is below 0.001, or the period is impossible.
     """
     root = CGROUPS / "cpu"
-    quota_us = int(share * period_us)
+    quota_us, period_us = quota_and_period(share, period_us)
     if root.is_dir():
         settings = {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": str(quota_us)}
     else:
@@ -196,6 +198,16 @@ def cpu_quota(share: float, period_us: int = 100_000) -> Iterator[None]:
     finally:
         (root / "cgroup.procs").write_text(str(os.getpid()))
         group.rmdir()
+
+
+def quota_and_period(share: float, period_us: int) -> tuple[int, int]:
+    """CPU time per period and the period, in microseconds, for a ``share`` of one core."""
+    if not share >= 0.001:
+        raise ValueError(f"share={share} is too little: the kernel takes 1 ms of CPU time per 1 s at least; give 0.001")
+    if not 1_000 <= period_us <= 1_000_000:
+        raise ValueError(f"period_us={period_us} must be 1,000 to 1,000,000 microseconds")
+    period_us = max(period_us, math.ceil(1_000 / share))
+    return int(share * period_us + 1e-6), period_us
 
 
 def _remove_abandoned(root: Path) -> None:

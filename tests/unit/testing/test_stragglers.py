@@ -9,7 +9,7 @@ import torch
 from colossal_hetero.layers import linear
 from colossal_hetero.testing import Stragglers, inject_stragglers
 from colossal_hetero.testing import stragglers as module
-from colossal_hetero.testing.stragglers import repeat_passes
+from colossal_hetero.testing.stragglers import quota_and_period, repeat_passes
 
 
 def table(stragglers: Stragglers, periods: int) -> list[list[float]]:
@@ -116,3 +116,12 @@ def test_repeated_passes_change_only_the_time() -> None:
     with torch.no_grad():
         models[1].train()(inputs)
     assert passes == ["forward"] * 2
+
+
+def test_a_quota_is_at_least_a_millisecond_long() -> None:
+    assert quota_and_period(0.5, 100_000) == (50_000, 100_000) and quota_and_period(1.5, 1_000) == (1_500, 1_000)
+    assert quota_and_period(0.425 / 4, 8_000) == (1_000, 9_412)
+    assert quota_and_period(0.001, 1_000) == (1_000, 1_000_000)
+    for share, period, words in ((0.0009, 1_000, "share=0.0009 is too little"), (0.5, 999, "period_us=999 must be")):
+        with pytest.raises(ValueError, match=words):
+            quota_and_period(share, period)
