@@ -3,7 +3,8 @@
 [Note: following speeds] A stage's measured time over its planned time says how much slower its devices are than the
 plan assumed. Two windows of iterations in a row have to show the same change, beyond the noise, before a plan is looked
 for; and the model moves only if the new plan gains enough, and over :data:`HORIZON` iterations more than the move
-costs. See :class:`Caution` for what keeps layers from moving to and fro.
+costs. If iterations become longer by it, layers move back. See :class:`Caution` for what keeps layers from moving to
+and fro.
 """
 
 from __future__ import annotations
@@ -117,11 +118,12 @@ class LastingChange:
 class Caution:
     """Least share by which the next move has to gain. A move that has brought less than half of what was predicted, or
     that goes back to cuts that were left less than :data:`HORIZON` steps ago, doubles it; it halves as often as
-    :data:`CALM` steps pass without one."""
+    :data:`CALM` steps pass without one. Cuts with which iterations were longer are left out for :data:`HORIZON`."""
 
     def __init__(self) -> None:
         self._raised, self._since = GAIN, 0
         self._left: dict[object, int] = {}
+        self._worse: dict[object, int] = {}
 
     def least_gain(self, step: int) -> float:
         return max(GAIN, self._raised * 0.5 ** ((step - self._since) // CALM))
@@ -134,6 +136,13 @@ class Caution:
         if step - self._left.get(after, -HORIZON) < HORIZON:
             self.disappointed(step)
         self._left[before] = step
+
+    def taken_back(self, cuts: object, step: int) -> None:
+        """Note that iterations were longer with these ``cuts`` than before."""
+        self._worse[cuts] = step
+
+    def allows(self, cuts: object, step: int) -> bool:
+        return step - self._worse.get(cuts, -HORIZON) >= HORIZON
 
 
 @dataclass(frozen=True)

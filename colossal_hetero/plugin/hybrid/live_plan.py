@@ -45,6 +45,7 @@ from ...planner.cost.layout_line import layout_of
 from ...planner.cost.plan import Plan
 from ...planner.cost.runnable import NoPlanError
 from ...planner.solver.follow import (
+    CHANGED,
     GAIN,
     LINK_CHANGED,
     MOVE_SECONDS,
@@ -89,6 +90,8 @@ class PlanChange:
     """Time of the move."""
     received_bytes: int
     """The most that one rank received."""
+    is_back: bool = False
+    """True if iterations were longer after the move before; then times are measured, and not predicted."""
 
     def in_words(self) -> str:
         now, then = duration(self.after.iteration_seconds), duration(self.before_seconds)
@@ -104,10 +107,20 @@ class PlanChange:
             if ranks
         )
         return (
-            f"after step {self.step}, layers {what}: {now} "
-            f"instead of {then} per iteration are predicted; it took {duration(self.seconds)}, and a rank received up "
-            f"to {self.received_bytes / 1e6:.1f} MB{who}"
+            f"after step {self.step}, layers {what}{' again' * self.is_back}: {now} "
+            f"instead of {then} per iteration {'were measured' if self.is_back else 'are predicted'}; it took "
+            f"{duration(self.seconds)}, and a rank received up to {self.received_bytes / 1e6:.1f} MB{who}"
         )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What rank 0 knows of a run before a move."""
+
+    plan: Plan
+    topology: Topology
+    iteration_seconds: float
+    expected_seconds: float  # after the move, if it brings half of what is predicted
 
 
 class LivePlan:
@@ -131,7 +144,8 @@ class LivePlan:
         self.idle_clock: IdleClock | None = None  # of this rank, if the present plan leaves it idle
         self._caution, self._fixed_seconds = Caution(), MOVE_SECONDS
         self._ends: deque[float] = deque(maxlen=WINDOW + 1)  # of the last steps
-        self._expected_seconds = 0.0  # of iterations after the last move, until it was judged
+        self._is_on_trial = False  # the last move was not judged yet
+        self._trial: _Trial | None = None  # of rank 0
 
     @property
     def _run(self) -> Any:
@@ -191,7 +205,12 @@ class LivePlan:
         self._seen = report
         ratios = {stage.ranks: stage.ratio for stage in report.stages} | {**report.idle}
         iteration = _iteration_seconds(self._ends)
-        self._judge(iteration)
+        if self._is_on_trial:
+            self._is_on_trial = False
+            back = from_rank_0(lambda: self._judged(iteration, [stage.ratio for stage in report.stages]))
+            if back is not None and self._may_move():
+                self._move(back, is_back=True)
+                return
         if dist.get_rank() == 0:
             shown = ", ".join(f"{ratio:.2f}" for ratio in ratios.values())
             log.debug("after step %d, stages take %s of the planned time", self._steps, shown)
@@ -218,12 +237,19 @@ class LivePlan:
 
     # Decisions ----------------------------------------------------------------------------------------------------
 
-    def _judge(self, iteration: float | None) -> None:
-        """Ask for more of the next move if the last one has not brought half of what was predicted."""
-        if self._expected_seconds and iteration is not None:
-            if iteration >= self._expected_seconds:
-                self._caution.disappointed(self._steps)
-            self._expected_seconds = 0.0
+    def _judged(self, iteration: float | None, ratios: Sequence[float]) -> Proposal | None:
+        """The plan before the last move, if iterations are longer since then, unless a stage has become much slower
+        meanwhile. Ask for more of the next move if this one has not brought half of what was predicted."""
+        trial, self._trial = self._trial, None
+        if trial is None or iteration is None:
+            return None
+        if iteration >= trial.expected_seconds:
+            self._caution.disappointed(self._steps)
+        if iteration < (1 + CHANGED) * trial.iteration_seconds or max(ratios) > SLOW * min(ratios):
+            return None
+        self._caution.taken_back(layout_of(self._run.plan), self._steps)
+        plan = trial.plan.model_copy(update={"iteration_seconds": trial.iteration_seconds})
+        return Proposal(plan, iteration, trial.topology)
 
     def _paying(self, report: DriftReport, iteration: float | None) -> Proposal | None:
         search, least = self._search(), self._caution.least_gain(self._steps)
@@ -234,8 +260,11 @@ class LivePlan:
             log.debug("layers %s gain %.1f %%, and %.1f %% are needed", *words)
         if proposal is None or not proposal.pays(self._cost(proposal, iteration or 0.0), least):
             return None
+        if not self._caution.allows(layout_of(proposal.plan), self._steps):
+            return None
         if iteration is not None:
-            self._expected_seconds = iteration * (1 - proposal.gain / 2)
+            expected = iteration * (1 - proposal.gain / 2)
+            self._trial = _Trial(self._run.plan, proposal.topology, iteration, expected)
         return proposal
 
     def _without_slow_ranks(self, report: DriftReport, proposal: Proposal, search: Search | None) -> Proposal:
@@ -350,7 +379,7 @@ class LivePlan:
         # The speed that is known of all ranks of a stage is that of the slowest one.
         return IdleClock(min(rates[each] for each in own if rates[each] is not None))
 
-    def _move(self, proposal: Proposal) -> None:
+    def _move(self, proposal: Proposal, is_back: bool = False) -> None:
         assert self._session is not None and self._session.objects is not None
         begin, before = time.monotonic(), self._plugin.plan
         training, loader = self._session.training(), self._session.objects.dataloader
@@ -389,10 +418,16 @@ class LivePlan:
         self._of_links.settle({})
         self._links.clear()
         self._caution.moved(layout_of(before), layout_of(self._run.plan), self._steps)
-        self._fixed_seconds, self._seen = seconds, None
+        self._fixed_seconds, self._seen, self._is_on_trial = seconds, None, not is_back
         self._ends.clear()
         change = PlanChange(
-            self._steps, before, self._plugin.plan, proposal.present_seconds, seconds, max(of_every_rank(received))
+            self._steps,
+            before,
+            self._plugin.plan,
+            proposal.present_seconds,
+            seconds,
+            max(of_every_rank(received)),
+            is_back,
         )
         self.changes.append(change)
         print_on_rank_0(change.in_words())

@@ -421,6 +421,20 @@ def a_device_that_had_better_idle_is_named() -> None:
 
 
 @on(2)
+def layers_move_back_if_iterations_become_longer() -> None:
+    """Whatever is predicted, iterations take twice as long with other cuts than the first ones."""
+
+    def measured(_: Any) -> float:
+        return 1.0 if Clock.plugin.plan.layers_per_stage == (3, 3) else 2.0
+
+    plugin, _, printed = slow_soon(steps=20, prepare=lambda _: setattr(live_plan, "_iteration_seconds", measured))
+    cuts = [(each.after.layers_per_stage, each.is_back) for each in plugin.plan_changes]
+    assert cuts == [((5, 1), False), ((3, 3), True)]  # and stay there
+    if dist.get_rank() == 0:
+        assert "layers 5+1 became 3+3 again: 1.000 s instead of 2.000 s per iteration were measured" in printed[-1]
+
+
+@on(2)
 def devices_that_the_plan_leaves_out_are_not_taken_for_others() -> None:
     """The plan is for the first and the last one of three; the profile has no times of the other one."""
     whole, measured = cluster((1, 1, 1)), profile(1)

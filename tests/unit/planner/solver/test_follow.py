@@ -164,6 +164,9 @@ def test_moves_to_and_fro_have_to_gain_more_each_time() -> None:
     assert found == [8, 4, 2, 1, 1, 1]
     caution.moved("uneven", "even", 30 + HORIZON)  # long after it was left
     assert caution.least_gain(31 + HORIZON) == GAIN
+    caution.taken_back("uneven", 100)
+    assert caution.allows("even", 101) and not caution.allows("uneven", 99 + HORIZON)
+    assert caution.allows("uneven", 100 + HORIZON)
 
 
 # Links --------------------------------------------------------------------------------------------------------------
