@@ -157,8 +157,7 @@ def main() -> None:
             (
                 kills, happened["join"], happened["warn"], len(outcome.parameters), len(outcome.errors),
                 len(outcome.losses), f"{max(differences, default=float('nan')):.1e}",
-                f"{median(lost or [0.0]):.2f} (max. {max(lost, default=0.0):.2f})",
-                f"{median(planned or [0.0]):.2f} (max. {max(planned, default=0.0):.2f})",
+                *(f"{median(each):.2f} (max. {max(each):.2f})" if each else "–" for each in (lost, planned)),
             )
         ],
     )  # fmt: skip
