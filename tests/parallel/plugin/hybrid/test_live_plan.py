@@ -268,14 +268,17 @@ def own_batches(case: Case, plugin: Any, loader: Any, steps: int) -> Iterator[di
         yield {key: each[share(plugin)] for key, each in batch.items()}
 
 
-@on(3, 3)
-@if_thorough(4, 3)
-@on(3, 50)
-def loaders_and_checkpoints_belong_to_the_new_replicas(factor: int, folder: Path) -> None:
-    """Loaders from before a move, which brings ranks into other replicas, or leaves the last one idle."""
-    ranks = dist.get_world_size()
+@on(3, 3, (0,))
+@if_thorough(4, 3, (0,))
+@on(3, 50, (0,))
+@on(2, 50, (0, 1))
+def loaders_and_checkpoints_belong_to_the_new_replicas(factor: int, zero_stages: tuple[int, ...], folder: Path) -> None:
+    """Loaders from before a move, which brings ranks into other replicas, or leaves the last one idle. With ZeRO, the
+    replica that is left alone saves without it, and two go on with it."""
+    ranks, dtype = dist.get_world_size(), torch.float64 if zero_stages == (0,) else torch.float32
     options = dict(checkpoints=CheckpointConfig(shared=folder))
-    case = Case("vit", "sgd", (1,) * ranks, options, dict(layer_sums=True), factor=factor)
+    planning = dict(layer_sums=True, zero_stages=zero_stages)
+    case = Case("vit", "sgd", (1,) * ranks, options, planning, dtype=dtype, factor=factor)
     steps, data = PHASE * 2, Samples(case, 3)
     with slowed(case) as plugin:
         held_out, other = plugin.prepare_dataloader(data, batch_size=2), plugin.prepare_dataloader(data)
@@ -285,7 +288,7 @@ def loaders_and_checkpoints_belong_to_the_new_replicas(factor: int, folder: Path
             if step in (1, steps - 1):
                 assert bool(plugin.plan_changes) == (step > 1)
                 found = evaluate(booster, model, held_out)
-                alone = MODELS["vit"]().double()
+                alone = MODELS["vit"]().to(dtype)
                 alone.load_state_dict(whole(model))
                 with torch.no_grad():
                     expected = [
@@ -302,7 +305,7 @@ def loaders_and_checkpoints_belong_to_the_new_replicas(factor: int, folder: Path
     plugin.save(model, optimizer, dataloader=loader, step=steps)
     plugin.wait_for_saves()
     again = plugin_of(case)
-    _, made, optimizer, *_ = boosted(again, case, data, tiny_vit(depth=BLOCKS, seed=5).double())
+    _, made, optimizer, *_ = boosted(again, case, data, tiny_vit(depth=BLOCKS, seed=5).to(dtype))
     assert again.resume(made, optimizer).step == steps
     found, expected = whole(made), whole(model)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], each) for name, each in expected.items())
