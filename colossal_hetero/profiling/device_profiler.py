@@ -331,7 +331,7 @@ class _Trials:
 
 def sustained_flops(device: torch.device, dtype: torch.dtype = torch.float32, windows: int = 1) -> float:
     """FLOP/s of a matrix product on ``device``: the median over ``windows``, each of :data:`WINDOW_SECONDS`."""
-    size = 512 if device.type == "cpu" else 8192
+    size = 512 if device.type == "cpu" else 16_384 // dtype.itemsize  # which takes little of a full memory
     factor = torch.ones(size, size, device=device, dtype=dtype)
     result = torch.empty_like(factor)
     torch.mm(factor, factor, out=result)

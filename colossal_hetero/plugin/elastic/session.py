@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -124,11 +125,17 @@ def release_state(training: Training, in_step: bool) -> Held:
     modes = {name: each.training for name, each in inner.named_modules() if name and each.training != mode}
     frozen = frozenset(name for name, each in inner.named_parameters() if not each.requires_grad)
     held = Held(pieces, state_entries(optimizer), state, modes | {"": mode}, frozen)
-    model.__dict__ = nn.Module().__dict__
-    optimizer.__dict__ = {}
+    # Some objects are in circles with their own methods, so that the memory of weights would be free only after a
+    # collection of garbage, which takes longer than all else here: parameters that are divided or padded, modules, and
+    # the objects that :meth:`Session.make_again` made, whose contents these two have.
+    for parameter in inner.parameters():
+        for prefix, name in itertools.product(("", "_old_", "_unpad_"), ("detach", "clone")):
+            vars(parameter).pop(prefix + name, None)
     for module in [*inner.modules()]:
-        # Some modules are in circles with their own methods, so the memory of their weights would not be free soon.
         module.__dict__.clear()
+    contents, model.__dict__ = model.__dict__, nn.Module().__dict__
+    contents.clear()
+    optimizer.__dict__.clear()
     return held
 
 

@@ -38,6 +38,8 @@ from .late_parameters import LateParameters, UpdatedParameter
 class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     """``LowLevelZeroOptimizer`` whose communication overlaps with computation. The ranks form one group."""
 
+    grad_handles: Any = ()  # of an optimizer whose state was released, for the parent's ``__del__``
+
     def __init__(
         self,
         optimizer: Optimizer,

@@ -208,6 +208,7 @@ def moves_change_nothing(case: Case) -> None:
         slowed(case) as plugin,
         patch.object(Caution, "moved", lambda *_: None),  # who is slow changes often here
         patch.object(drift, "CALM", WINDOW),
+        patch.object(live_plan.gc, "collect", side_effect=AssertionError("the old model is not free")),
         patch.object(
             drift.IdleClock, "work_per_second", lambda *_: 1 / (case.factor if Clock.slow == dist.get_rank() else 1)
         ),
