@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -129,8 +128,8 @@ def release_state(training: Training, in_step: bool) -> Held:
     # collection of garbage, which takes longer than all else here: parameters that are divided or padded, modules, and
     # the objects that :meth:`Session.make_again` made, whose contents these two have.
     for parameter in inner.parameters():
-        for prefix, name in itertools.product(("", "_old_", "_unpad_"), ("detach", "clone")):
-            vars(parameter).pop(prefix + name, None)
+        for name in ("detach", "clone", "_old_detach", "_old_clone", "_unpad_detach", "_unpad_clone"):
+            vars(parameter).pop(name, None)
     for module in [*inner.modules()]:
         module.__dict__.clear()
     contents, model.__dict__ = model.__dict__, nn.Module().__dict__
