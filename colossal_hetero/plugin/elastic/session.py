@@ -124,9 +124,9 @@ def release_state(training: Training, in_step: bool) -> Held:
     modes = {name: each.training for name, each in inner.named_modules() if name and each.training != mode}
     frozen = frozenset(name for name, each in inner.named_parameters() if not each.requires_grad)
     held = Held(pieces, state_entries(optimizer), state, modes | {"": mode}, frozen)
-    # Some objects are in circles with their own methods, so that the memory of weights would be free only after a
-    # collection of garbage, which takes longer than all else here: parameters that are divided or padded, modules, and
-    # the objects that :meth:`Session.make_again` made, whose contents these two have.
+    # Some objects are in reference cycles with their own methods, so that the memory of weights would be free only
+    # after a collection of garbage, which takes longer than all else here: parameters that are divided or padded,
+    # modules, and the objects that :meth:`Session.make_again` made, whose contents these two have.
     for parameter in inner.parameters():
         for name in ("detach", "clone", "_old_detach", "_old_clone", "_unpad_detach", "_unpad_clone"):
             vars(parameter).pop(name, None)
